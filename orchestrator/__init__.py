@@ -1,0 +1,1 @@
+"""The controller at the desk. It never imports torch or transformers."""

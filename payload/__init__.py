@@ -1,0 +1,1 @@
+"""What runs in the container: the agent, the drafter and its trainer."""
