@@ -1,0 +1,13 @@
+"""``python3 -I <release>/payload/agent VERB``: finds its own release and runs the verb."""
+
+import sys
+from pathlib import Path
+
+# A release is named by its content, so nothing may be written into it.
+sys.dont_write_bytecode = True
+# Python put this folder first, where venv.py and logs.py would hide modules of the same name.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from payload.agent.main import main  # noqa: E402
+
+sys.exit(main(sys.argv))

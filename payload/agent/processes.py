@@ -1,0 +1,201 @@
+"""Processes by an identity that survives pid reuse, and the finding and ending of whole trees."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Dict, Iterable, List, Optional, Set
+
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.05
+_KILL_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process: its pid, its start time (clock ticks since boot, /proc/PID/stat field 22), the boot's id."""
+
+    pid: int
+    start_time: int
+    boot_id: str
+
+
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    parent: int
+    start_time: int
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def identify(pid: int) -> Optional[ProcessId]:
+    """The identity of the live process ``pid``; None when there is none (a zombie counts as none)."""
+    stat = _stat(pid)
+    return None if stat is None or stat.state in "ZX" else ProcessId(pid, stat.start_time, boot_id())
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether exactly this process still runs."""
+    return identify(process.pid) == process
+
+
+def send_signal(process: ProcessId, number: int) -> bool:
+    """Signal exactly this process; False when it is gone. Another process with its pid gets nothing."""
+    try:
+        handle = _open_handle(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # The handle was opened first: if the identity matches now, the handle is of that process.
+        if not is_alive(process):
+            return False
+        if handle is None:
+            os.kill(process.pid, number)
+        else:
+            signal.pidfd_send_signal(handle, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _open_handle(pid: int) -> Optional[int]:
+    """A pidfd, or None where the kernel or this Python has none."""
+    if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            return None
+        raise
+
+
+def descendants(pid: int) -> List[ProcessId]:
+    """Every live process below ``pid``. Reparented ones are found when ``pid`` is a subreaper."""
+    boot = boot_id()
+    children: Dict[int, List[int]] = {}
+    stats: Dict[int, _Stat] = {}
+    for candidate in _pids():
+        stat = _stat(candidate)
+        if stat is not None:
+            stats[candidate] = stat
+            children.setdefault(stat.parent, []).append(candidate)
+    found, waiting = [], list(children.get(pid, ()))
+    while waiting:
+        child = waiting.pop()
+        waiting.extend(children.get(child, ()))
+        if stats[child].state not in "ZX":
+            found.append(ProcessId(child, stats[child].start_time, boot))
+    return found
+
+
+def with_environment(name: str, value: str) -> List[ProcessId]:
+    """Every live process whose environment at its start had ``name=value``."""
+    entry = f"{name}={value}".encode()
+    found = []
+    for pid in _pids():
+        try:
+            environment = (_PROC / str(pid) / "environ").read_bytes()
+        except OSError:
+            continue
+        if entry in environment.split(b"\0"):
+            process = identify(pid)
+            if process is not None:
+                found.append(process)
+    return found
+
+
+def in_cgroup(path: str) -> List[ProcessId]:
+    """Every live process in the cgroup (v2) ``path``, as /proc/PID/cgroup writes it."""
+    try:
+        listed = Path(f"/sys/fs/cgroup{path}/cgroup.procs").read_text()
+    except OSError:
+        return []
+    return [process for process in map(identify, map(int, listed.split())) if process is not None]
+
+
+def cgroup_of_self() -> Optional[str]:
+    """The cgroup (v2) of this process, or None."""
+    for line in (_PROC / "self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            return line[3:]
+    return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What :func:`end` did: the processes it found, and those that would not go."""
+
+    seen: Set[ProcessId]
+    left: List[ProcessId]
+
+
+def end(find: Callable[[], Iterable[ProcessId]], grace_s: float) -> Ended:
+    """End every process that ``find`` returns: TERM, ``grace_s`` of patience, then KILL until none is found."""
+    seen: Set[ProcessId] = set()
+    deadline = time.monotonic() + grace_s
+    while True:
+        left = list(find())
+        for process in left:
+            # Each once: a second TERM makes some programs abandon their own orderly end.
+            if process not in seen:
+                seen.add(process)
+                send_signal(process, signal.SIGTERM)
+        if not left:
+            return Ended(seen, [])
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while left and time.monotonic() < deadline:
+        for process in left:
+            seen.add(process)
+            send_signal(process, signal.SIGKILL)
+        time.sleep(_POLL_S)
+        left = list(find())
+    return Ended(seen, left)
+
+
+def become_subreaper() -> None:
+    """Adopt every orphan below this process, so that none leaves its tree (prctl(2))."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies; kept across exec (prctl(2))."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}) failed: {os.strerror(number)}")
+
+
+def _pids() -> List[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+
+
+def _stat(pid: int) -> Optional[_Stat]:
+    try:
+        content = (_PROC / str(pid) / "stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name is in parentheses and may hold anything, so count from the last one.
+    fields = content[content.rindex(b")") + 2 :].split()
+    return _Stat(fields[0].decode("ascii"), int(fields[1]), int(fields[19]))

@@ -1,0 +1,86 @@
+"""What the container offers: its init system and its GPUs."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+from pathlib import Path
+from typing import List, Optional, Set
+
+from payload.agent.protocol import Json
+
+_GPU_FIELDS = {
+    "index": "index",
+    "name": "name",
+    "uuid": "uuid",
+    "driver": "driver_version",
+    "memory_total_mib": "memory.total",
+    "memory_used_mib": "memory.used",
+    "utilization_percent": "utilization.gpu",
+    "temperature_c": "temperature.gpu",
+    "power_w": "power.draw",
+}
+_NUMBERS = {"index", "memory_total_mib", "memory_used_mib", "utilization_percent", "temperature_c", "power_w"}
+# A driver that hangs must not hang the agent.
+_NVIDIA_SMI_TIMEOUT_S = 5.0
+
+
+def has_systemd() -> bool:
+    """Whether systemd is process 1 here and can start units."""
+    try:
+        first = Path("/proc/1/comm").read_text().strip()
+    except OSError:
+        return False
+    return first == "systemd" and Path("/run/systemd/system").is_dir() and bool(shutil.which("systemd-run"))
+
+
+def gpus() -> List[Json]:
+    """One entry for each GPU that nvidia-smi shows; empty when there is none or it does not answer."""
+    output = _nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS.values())}")
+    found = []
+    for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
+        if len(row) == len(_GPU_FIELDS):
+            found.append({name: _value(name, text) for name, text in zip(_GPU_FIELDS, row)})
+    return found
+
+
+def gpu_holders() -> Set[int]:
+    """The pids that hold a GPU, of those that nvidia-smi can name in this container."""
+    output = _nvidia_smi("--query-compute-apps=pid")
+    return {int(line) for line in (output or "").split() if line.isdigit()}
+
+
+def nvidia_smi_answers() -> bool:
+    """Whether nvidia-smi is there and answers in time."""
+    return _nvidia_smi("--query-gpu=index") is not None
+
+
+def _value(name: str, text: str) -> Optional[object]:
+    if name not in _NUMBERS:
+        return text
+    try:
+        return int(text) if name == "index" else float(text)
+    except ValueError:
+        # nvidia-smi writes "[N/A]" where a GPU does not tell.
+        return None
+
+
+def _nvidia_smi(query: str) -> Optional[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, query, "--format=csv,noheader,nounits"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            check=False,
+            text=True,
+            errors="replace",
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
