@@ -1,0 +1,1 @@
+"""From rows of text to packed batches of static shape, and the caches around them."""

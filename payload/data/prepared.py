@@ -1,0 +1,143 @@
+"""The whole training set as packed rows on disk, and micro-batches drawn from it in a reproducible order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from payload.data.batch import Batch, empty_batch, positions_of
+from payload.data.packing import pack
+from payload.data.rows import Row
+from payload.data.tokens import Example, RowSkippedError, encode_row, verify_template
+from payload.errors import PayloadError
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What became of the rows: counts, and why rows were left out or changed."""
+
+    rows_read: int
+    documents: int
+    packed_rows: int
+    tokens: int
+    loss_tokens: int
+    skipped: dict[str, int]
+    notes: dict[str, int]
+
+    def describe(self) -> list[str]:
+        """Lines for a person, every reason with its count."""
+        lines = [
+            f"data: {self.documents} documents of {self.rows_read} rows in {self.packed_rows} packed rows, "
+            f"{self.tokens} tokens, {self.loss_tokens} supervised"
+        ]
+        lines += [f"data: {count} rows skipped: {reason}" for reason, count in sorted(self.skipped.items())]
+        lines += [f"data: {count} rows {note}" for note, count in sorted(self.notes.items())]
+        return lines
+
+
+def prepare(
+    rows: Iterable[Row], tokenizer: Any, row_length: int, min_loss_tokens: int, destination: Path
+) -> Preparation:
+    """Encode, pack and write ``destination`` (safetensors: input_ids int32, loss_mask bool, document_ids int32, all [R,S]).
+
+    Raises ``PayloadError`` when no row is usable, with the reasons, or when the chat template cannot be trusted.
+    """
+    examples: list[Example] = []
+    skipped: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    rows_read = 0
+    template_checked = False
+    for row in rows:
+        rows_read += 1
+        if row.content is not None and "messages" in row.content and not template_checked:
+            verify_template(tokenizer)
+            template_checked = True
+        try:
+            examples.append(encode_row(row, tokenizer, row_length, min_loss_tokens, notes))
+        except RowSkippedError as error:
+            skipped[str(error)] += 1
+    if not examples:
+        reasons = "; ".join(f"{count} rows: {reason}" for reason, count in sorted(skipped.items()))
+        raise PayloadError(
+            f"None of {rows_read} rows of training data can be used.",
+            hint=f"Why: {reasons}." if reasons else "The sources hold no rows.",
+        )
+    packed = pack([len(example.input_ids) for example in examples], row_length)
+    tensors = _fill(examples, packed, row_length)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.with_name(f".{destination.name}.partial")
+    preparation = Preparation(
+        rows_read=rows_read,
+        documents=len(examples),
+        packed_rows=len(packed),
+        tokens=sum(len(example.input_ids) for example in examples),
+        loss_tokens=int(tensors["loss_mask"].sum()),
+        skipped=dict(skipped),
+        notes=dict(notes),
+    )
+    save_file(tensors, partial, metadata={"preparation": json.dumps(vars(preparation))})
+    partial.replace(destination)
+    return preparation
+
+
+def _fill(examples: list[Example], packed: list[list[int]], row_length: int) -> dict[str, torch.Tensor]:
+    shape = (len(packed), row_length)
+    input_ids = torch.zeros(shape, dtype=torch.int32)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    document_ids = torch.full(shape, -1, dtype=torch.int32)
+    for row, members in enumerate(packed):
+        start = 0
+        for document, member in enumerate(members):
+            example = examples[member]
+            end = start + len(example.input_ids)
+            input_ids[row, start:end] = torch.tensor(example.input_ids, dtype=torch.int32)
+            loss_mask[row, start:end] = torch.tensor(example.loss_mask)
+            document_ids[row, start:end] = document
+            start = end
+    return {"input_ids": input_ids, "loss_mask": loss_mask, "document_ids": document_ids}
+
+
+class PackedRows:
+    """Micro-batches of ``batch_size`` rows; micro-batch ``index`` is a pure function of (file, seed, index).
+
+    Every epoch is another permutation. Rows that do not fill the last micro-batch of an epoch are left out of that
+    epoch; a file with fewer rows than one micro-batch is filled up with padding.
+    """
+
+    def __init__(self, path: Path, batch_size: int, seed: int) -> None:
+        self._file = safe_open(path, framework="pt")
+        self._slices = {name: self._file.get_slice(name) for name in ("input_ids", "loss_mask", "document_ids")}
+        self.rows, self.row_length = self._slices["input_ids"].get_shape()
+        self.batch_size = batch_size
+        self.batches_per_epoch = max(1, self.rows // batch_size)
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def batch(self, index: int) -> Batch:
+        """Micro-batch ``index`` >= 0, on the CPU."""
+        epoch, within = divmod(index, self.batches_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            self._order = torch.randperm(self.rows, generator=generator).tolist()
+            self._epoch = epoch
+        chosen = self._order[within * self.batch_size : (within + 1) * self.batch_size]
+        batch = empty_batch(self.batch_size, self.row_length)
+        for slot, row in enumerate(chosen):
+            batch.input_ids[slot] = self._slices["input_ids"][row]
+            batch.loss_mask[slot] = self._slices["loss_mask"][row]
+            batch.document_ids[slot] = self._slices["document_ids"][row]
+        return Batch(
+            input_ids=batch.input_ids,
+            loss_mask=batch.loss_mask,
+            document_ids=batch.document_ids,
+            position_ids=positions_of(batch.document_ids),
+        )

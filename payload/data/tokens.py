@@ -1,0 +1,148 @@
+"""Rows to token ids and loss masks; the mask of a chat is checked against the chat template, never assumed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from payload.data.rows import Row
+from payload.errors import PayloadError
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids of one document and, for each, whether it is supervised."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+class RowSkippedError(Exception):
+    """A row that cannot be used; the text is the reason by which skips are counted."""
+
+
+def encode_row(row: Row, tokenizer: Any, max_length: int, min_loss_tokens: int, notes: Counter[str]) -> Example:
+    """Turn ``{"messages": …}``, ``{"text": …}`` or ``{"input_ids": …[, "loss_mask": …]}`` into an example.
+
+    Longer documents are cut at ``max_length``. What was cut or left unsupervised is counted in ``notes``.
+    Raises ``RowSkippedError`` with the reason when nothing usable is left.
+    """
+    content = row.content
+    if content is None:
+        raise RowSkippedError("not a JSON object")
+    if "messages" in content:
+        example = encode_chat(_messages(content["messages"]), tokenizer, notes)
+    elif "text" in content:
+        example = _encode_text(content["text"], tokenizer)
+    elif "input_ids" in content:
+        example = _take_ids(content, len(tokenizer))
+    else:
+        raise RowSkippedError("no messages, text or input_ids")
+    if len(example.input_ids) > max_length:
+        notes["cut to the maximum length"] += 1
+        example = Example(example.input_ids[:max_length], example.loss_mask[:max_length])
+    if sum(example.loss_mask) < min_loss_tokens:
+        raise RowSkippedError("too few supervised tokens")
+    return example
+
+
+def encode_chat(messages: list[dict[str, str]], tokenizer: Any, notes: Counter[str]) -> Example:
+    """Render a conversation and supervise each assistant turn that the template renders as it was generated.
+
+    A turn is supervised when the prompt before it (with the generation prompt) is a prefix of the conversation up to
+    and including it, and that is a prefix of the whole. A template that rewrites earlier turns fails this for those
+    turns, which are then left unsupervised and counted: the target never produced that text in that context.
+    """
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowSkippedError("no assistant turn")
+    whole = _render(tokenizer, messages, generation=False)
+    mask = [False] * len(whole)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _render(tokenizer, messages[:index], generation=True)
+        through = _render(tokenizer, messages[: index + 1], generation=False)
+        if through[: len(prompt)] != prompt or whole[: len(through)] != through:
+            notes["assistant turn left unsupervised: the template renders it differently later"] += 1
+            continue
+        end = _end_of_turn(through, len(prompt), tokenizer)
+        mask[len(prompt) : end] = [True] * (end - len(prompt))
+    if not any(mask):
+        raise RowSkippedError("no assistant turn survives the chat template")
+    return Example(whole, mask)
+
+
+def render_prompt(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+    """Token ids of a conversation that ends where the assistant is to speak."""
+    return _render(tokenizer, messages, generation=True)
+
+
+def verify_template(tokenizer: Any) -> None:
+    """Raise ``PayloadError`` unless the template's mask of a known answer is exactly that answer's tokens."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise PayloadError(
+            "The target's tokenizer has no chat template, but the data are chat messages.",
+            hint="Give rows of text or token ids, or a target whose tokenizer has a template.",
+            kind="refused",
+        )
+    answer = "It is seven, I think."
+    probe = [{"role": "user", "content": "How many days?"}, {"role": "assistant", "content": answer}]
+    try:
+        example = encode_chat(probe, tokenizer, Counter())
+    except RowSkippedError as error:
+        raise PayloadError(f"The chat template cannot be used for training: {error}.", kind="refused") from error
+    supervised = [token for token, kept in zip(example.input_ids, example.loss_mask, strict=True) if kept]
+    text = tokenizer.decode(supervised, skip_special_tokens=False)
+    if answer not in text or "How many days?" in text:
+        raise PayloadError(
+            f"The chat template supervises {text!r} where the answer is {answer!r}.",
+            hint="The template rewrites the answer or renders the question after it; training on it would teach that.",
+            kind="refused",
+        )
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]], generation: bool) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+    except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
+        raise RowSkippedError(f"the chat template refuses it: {error}") from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _end_of_turn(ids: list[int], start: int, tokenizer: Any) -> int:
+    """One past the last end-of-turn token after ``start``: what a template adds behind it is not generated."""
+    for index in range(len(ids) - 1, start - 1, -1):
+        if ids[index] == tokenizer.eos_token_id:
+            return index + 1
+    return len(ids)
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise RowSkippedError("messages is not a list of turns")
+    for turn in value:
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise RowSkippedError("a turn without a role")
+        if not isinstance(turn.get("content"), str):
+            raise RowSkippedError("a turn whose content is not text")
+    return [{"role": turn["role"], "content": turn["content"]} for turn in value]
+
+
+def _encode_text(text: Any, tokenizer: Any) -> Example:
+    if not isinstance(text, str) or not text.strip():
+        raise RowSkippedError("text is empty or not text")
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return Example(ids, [True] * len(ids))
+
+
+def _take_ids(content: dict[str, Any], vocabulary: int) -> Example:
+    ids, mask = content["input_ids"], content.get("loss_mask")
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+        raise RowSkippedError("input_ids outside the vocabulary")
+    if mask is None:
+        return Example(ids, [True] * len(ids))
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        raise RowSkippedError("loss_mask of another length than input_ids")
+    return Example(ids, [bool(kept) for kept in mask])

@@ -1,0 +1,240 @@
+"""A recipe: everything that decides what a training run computes, as one frozen, validated value.
+
+Sources of the defaults: the DFlash paper's hyper-parameters (block 16, 512 anchors, 5 layers, AdamW 6e-4 with a
+cosine schedule and a warmup of 4 %, clipping at 1.0, decay gamma 7 for blocks of 16).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from payload.errors import PayloadError
+from payload.recipe_yaml import Located, bind, locate, read_yaml
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """The frozen target: ``model`` is a folder, a hub name, or ``demo`` for the one that the demo trains."""
+
+    model: str
+    gguf_file: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust_remote_code: bool = False
+    random_weights: bool = False
+    """Build the model from its config alone: real shapes without real weights, for timing."""
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """The drafter's shape; what is null follows the target."""
+
+    num_layers: int = 5
+    block_size: int = 16
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    sliding_window: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Rows to learn from and held-out prompts: a JSONL path, ``hub:NAME[:SPLIT]``, or ``demo``."""
+
+    train: tuple[str, ...]
+    eval: tuple[str, ...] = ()
+    train_rows: int | None = None
+    eval_rows: int = 32
+    max_length: int = 3072
+    min_loss_tokens: int = 2
+    regenerate: bool = False
+    """Replace the answers of the training rows by the target's own before training."""
+    regenerate_batch: int = 64
+    regenerate_max_new_tokens: int = 1024
+    regenerate_temperature: float = 0.0
+    features: Literal["online", "offline"] = "online"
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The objective; a null ``gamma`` follows the block size (7 for 16, 5 for 10, 4 for 8)."""
+
+    kind: Literal["ce", "dpace", "kl"] = "ce"
+    gamma: float | None = None
+    dpace_alpha: float = 0.5
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """AdamW and its schedule; ``warmup`` and ``decay`` are shares of all steps."""
+
+    lr: float = 6e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: float = 0.04
+    decay: float = 0.2
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """One optimizer step is ``batch_size * accumulation`` rows on each drafter."""
+
+    steps: int
+    batch_size: int = 4
+    num_anchors: int = 512
+    accumulation: int = 1
+    seed: int = 0
+    log_every: int = 10
+    checkpoint_every: int = 500
+    eval_every: int = 500
+    eval_max_new_tokens: int = 256
+    keep_last: int = 3
+    prefetch: int = 2
+    """How many steps the targets may be ahead of the drafters."""
+    shard: Literal["ddp", "fsdp2"] = "ddp"
+    assert_improves: bool = False
+    """Fail the job unless the loss fell and the held-out accepted length rose clearly."""
+
+
+@dataclass(frozen=True)
+class TopologySpec:
+    """Ranks by role; the same rank in both lists has both roles."""
+
+    targets: tuple[int, ...] = (0,)
+    drafters: tuple[int, ...] = (0,)
+
+    @property
+    def world_size(self) -> int:
+        return max((*self.targets, *self.drafters)) + 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    target: TargetSpec
+    data: DataSpec
+    train: TrainSpec
+    drafter: DrafterSpec = field(default_factory=DrafterSpec)
+    loss: LossSpec = field(default_factory=LossSpec)
+    optim: OptimSpec = field(default_factory=OptimSpec)
+    topology: TopologySpec = field(default_factory=TopologySpec)
+    compile: Literal["auto", "on", "off"] = "auto"
+    name: str = "unnamed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready data; ``recipe_from_dict`` turns it back into an equal recipe."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+    def digest(self) -> str:
+        """16 hex digits naming what the recipe computes; its name, logging and topology do not count."""
+        plain = self.to_dict()
+        plain.pop("name")
+        plain.pop("compile")
+        for key in ("log_every", "checkpoint_every", "eval_every", "keep_last", "prefetch", "assert_improves"):
+            plain["train"].pop(key)
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_recipe(path_or_name: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read ``NAME`` of the shipped recipes or a YAML file, apply overrides (``{"train.steps": 10}`` or nested), check it.
+
+    Raises ``PayloadError`` (kind usage) with file:line on unknown keys and bad values.
+    """
+    path = Path(path_or_name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = RECIPES / f"{path_or_name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
+        raise PayloadError(
+            f"No recipe {path_or_name}.", hint=f"Name one of {known}, or a YAML file.", kind="usage"
+        )
+    located = read_yaml(path)
+    for key, value in (overrides or {}).items():
+        located = _override(located, key.split("."), value, f"override {key}")
+    if isinstance(located.value, dict) and "name" not in located.value:
+        located.value["name"] = Located(path.stem, located.where)
+    return _checked(bind(Recipe, located), located)
+
+
+def recipe_from_dict(plain: dict[str, Any], where: str = "recipe") -> Recipe:
+    """The recipe that ``to_dict`` wrote. Raises ``PayloadError`` naming ``where`` if it is not one."""
+    located = locate(plain, where)
+    return _checked(bind(Recipe, located), located)
+
+
+def _override(located: Located, keys: list[str], value: Any, where: str) -> Located:
+    mapping = dict(located.value) if isinstance(located.value, dict) else {}
+    if len(keys) > 1:
+        below = mapping.get(keys[0], Located({}, where))
+        mapping[keys[0]] = _override(below, keys[1:], value, where)
+    elif isinstance(value, dict):
+        below = mapping.get(keys[0], Located({}, where))
+        for key, item in value.items():
+            below = _override(below, [key], item, f"{where}.{key}")
+        mapping[keys[0]] = below
+    else:
+        mapping[keys[0]] = locate(value, where)
+    return Located(mapping, located.where)
+
+
+def _checked(recipe: Recipe, located: Located) -> Recipe:
+    """Refuse values that fit their type but not their meaning."""
+
+    def refuse(section: str, key: str, problem: str) -> None:
+        part = located.value.get(section, located)
+        item = part.value.get(key, part) if isinstance(part.value, dict) else part
+        raise PayloadError(f"{item.where}: {section}.{key} {problem}.", kind="usage")
+
+    positive = {
+        "drafter": ("num_layers",),
+        "data": ("max_length", "min_loss_tokens", "regenerate_batch", "regenerate_max_new_tokens"),
+        "train": (
+            "steps", "batch_size", "num_anchors", "accumulation", "log_every", "checkpoint_every", "eval_every",
+            "eval_max_new_tokens", "keep_last", "prefetch",
+        ),
+        "optim": ("lr", "clip", "eps"),
+    }  # fmt: skip
+    for section, keys in positive.items():
+        for key in keys:
+            if getattr(getattr(recipe, section), key) <= 0:
+                refuse(section, key, "must be greater than 0")
+    for section, key in (
+        ("optim", "warmup"), ("optim", "decay"), ("optim", "min_lr_ratio"), ("optim", "beta1"), ("optim", "beta2"),
+        ("loss", "dpace_alpha"),
+    ):  # fmt: skip
+        if not 0 <= getattr(getattr(recipe, section), key) <= 1:
+            refuse(section, key, "must lie between 0 and 1")
+    if recipe.drafter.block_size < 2:
+        refuse("drafter", "block_size", "must be at least 2: the anchor and one drafted token")
+    if recipe.drafter.layer_types is not None and len(recipe.drafter.layer_types) != recipe.drafter.num_layers:
+        refuse("drafter", "layer_types", f"must name {recipe.drafter.num_layers} layers, one for each")
+    sliding = "sliding_attention" in (recipe.drafter.layer_types or ())
+    if sliding and not recipe.drafter.sliding_window:
+        refuse("drafter", "sliding_window", "is needed by the sliding layers")
+    if not recipe.data.train:
+        refuse("data", "train", "names no rows")
+    if recipe.train.assert_improves and not recipe.data.eval:
+        refuse("train", "assert_improves", "needs held-out prompts (data.eval)")
+    for role in ("targets", "drafters"):
+        ranks = getattr(recipe.topology, role)
+        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+            refuse("topology", role, "must name at least one rank, each once")
+    unused = set(range(recipe.topology.world_size)) - {*recipe.topology.targets, *recipe.topology.drafters}
+    if unused:
+        refuse("topology", "drafters", f"leaves ranks {sorted(unused)} without a role")
+    return recipe
