@@ -1,0 +1,82 @@
+# Every target that works on a container takes HOST= and CT=, and INVENTORY= for another inventory than inventory.yaml.
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m orchestrator.cli
+
+# Only what is given on make's own command line counts: some shells export HOST.
+given = $(if $(filter command line,$(origin $(1))),$($(1)))
+export DFLASH_HOST := $(call given,HOST)
+export DFLASH_CT := $(call given,CT)
+export DFLASH_INVENTORY := $(or $(call given,INVENTORY),inventory.yaml)
+export DFLASH_RECIPE := $(call given,RECIPE)
+ifeq ($(DFLASH_RECIPE),)
+unexport DFLASH_RECIPE
+endif
+RUN_ID := $(call given,RUN_ID)
+
+.PHONY: help
+help: ## Show the targets
+	@sed -n 's/^\([a-z][a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
+
+$(VENV)/.desk: requirements/desk.txt orchestrator/bootstrap.py pyproject.toml
+	@$(PYTHON) orchestrator/bootstrap.py --venv $(VENV) --requirements requirements/desk.txt --project .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.desk requirements/dev.txt payload/requirements.txt
+	@$(PYTHON) orchestrator/bootstrap.py --venv $(VENV) --requirements requirements/dev.txt --project .
+	@$(VENV)/bin/python -m orchestrator.desk
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.desk ## Make .venv with the controller's packages
+
+.PHONY: demo
+demo: $(VENV)/.desk ## The whole story on this machine: embedded node, deploy, venv, warmup, train, fetch
+	@$(RUN) demo
+
+.PHONY: node-start node-stop
+node-start: $(VENV)/.desk ## Start the embedded node and leave it running
+	@$(RUN) node start
+node-stop: $(VENV)/.desk ## Stop the embedded node
+	@$(RUN) node stop
+
+.PHONY: deploy venv warmup train logs status stop fetch probe
+deploy: $(VENV)/.desk ## Bring the payload into the container
+	@$(RUN) deploy
+venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
+	@$(RUN) venv $(if $(WHEELHOUSE),--wheelhouse) $(if $(FORCE),--force)
+warmup: $(VENV)/.desk ## Compile what training will call (PROVE=1: a second process must miss nothing)
+	@$(RUN) warmup $(foreach s,$(SET),--set '$(s)') $(if $(PROVE),--prove)
+train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1)
+	@$(RUN) train $(foreach s,$(SET),--set '$(s)') $(if $(WHEELHOUSE),--wheelhouse) $(if $(DETACH),--detach)
+logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=50, SINCE=10m)
+	@$(RUN) logs $(if $(FOLLOW),--follow) $(if $(TAIL),--tail '$(TAIL)') $(if $(SINCE),--since '$(SINCE)') $(RUN_ID)
+status: $(VENV)/.desk ## The container's runs (JSON=1)
+	@$(RUN) status $(if $(JSON),--json) $(RUN_ID)
+stop: $(VENV)/.desk ## End a run for good (RUN_ID=, GRACE=30)
+	@$(RUN) stop $(if $(GRACE),--grace '$(GRACE)') $(RUN_ID)
+fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=runs)
+	@$(RUN) fetch $(if $(TO),--to '$(TO)') $(RUN_ID)
+probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
+	@$(RUN) probe $(if $(JSON),--json)
+
+.PHONY: test test-slow test-gpu lint types check
+test: $(VENV)/.dev ## The fast tests
+	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
+test-slow: $(VENV)/.dev ## The tests that take minutes
+	@$(VENV)/bin/python -m pytest -q -m slow --timeout 900
+test-gpu: $(VENV)/.dev ## The tests that need a CUDA GPU
+	@$(VENV)/bin/python -m pytest -q -m gpu --timeout 600
+lint: $(VENV)/.dev ## ruff: lint and format
+	@$(VENV)/bin/python -m ruff check . && $(VENV)/bin/python -m ruff format --check .
+types: $(VENV)/.dev ## mypy
+	@$(VENV)/bin/python -m mypy orchestrator payload tests
+
+.PHONY: lock
+LOCK := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --excludes requirements/excludes.txt
+lock: $(VENV)/.desk ## Pin again what pyproject.toml asks for
+	@$(LOCK) pyproject.toml -o requirements/desk.txt
+	@$(LOCK) pyproject.toml --group dev -o requirements/dev.txt
+	@$(LOCK) --group pyproject.toml:payload -o payload/requirements.txt

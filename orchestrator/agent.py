@@ -1,0 +1,155 @@
+"""The controller's side of the agent protocol: one JSON request in, JSON lines out, one final line.
+
+A verb without its final line has failed on the way, whatever the exit status says: ``pct`` and ``lxc-attach`` have
+exit statuses of their own, and so has SSH.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any, NoReturn
+
+from orchestrator.container import Container
+from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
+
+PROTOCOL = 1
+LINE_LIMIT_BYTES = 8 * 1024 * 1024
+IDLE_TIMEOUT_S = 60.0
+"""Every verb that takes long sends progress or an ``alive`` event well within this."""
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
+
+_ERRORS: dict[str, type[OrchestratorError]] = {
+    "usage": UsageError,
+    "failed": RemoteError,
+    "refused": RefusedError,
+    "busy": RefusedError,
+}
+
+
+class NoAnswer(TransportError):
+    """The verb ended without a final line that bears the request's nonce."""
+
+
+class Agent:
+    """The agent of one release in one container."""
+
+    def __init__(self, container: Container, program: str) -> None:
+        """``program`` is the agent's folder in the container, or an archive that holds it."""
+        self.container = container
+        self.program = program
+
+    @classmethod
+    def of_release(cls, container: Container, release: str) -> Agent:
+        return cls(container, f"{container.settings.root}/releases/{release}/payload/agent")
+
+    @classmethod
+    def current(cls, container: Container) -> Agent:
+        """The agent of whatever release is deployed: for looking at a container, not for changing it."""
+        return cls(container, f"{container.settings.root}/current/payload/agent")
+
+    def call(
+        self,
+        verb: str,
+        request: Mapping[str, Any] | None = None,
+        *,
+        on_event: OnEvent = lambda _: None,
+        timeout_s: float | None = None,
+        idle_timeout_s: float | None = IDLE_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        """Ask ``verb`` of the agent and return its result.
+
+        ``on_event`` takes each event as it comes. Raises what the agent's error says (see
+        :mod:`orchestrator.errors`), :class:`NoAnswer` when there was no final line, and
+        :class:`orchestrator.errors.TransportError`.
+        """
+        nonce = secrets.token_hex(16)
+        envelope = {
+            **(request or {}),
+            "protocol": PROTOCOL,
+            "nonce": nonce,
+            "root": self.container.settings.root,
+            "holder": f"{getpass.getuser()}@{socket.gethostname()}",
+        }
+        replies = _Replies(nonce, on_event)
+        done = self.container.run(
+            [self.container.settings.python, "-I", self.program, verb],
+            stdin=json.dumps(envelope).encode() + b"\n",
+            on_stdout=replies.feed,
+            timeout_s=timeout_s,
+            idle_timeout_s=idle_timeout_s,
+        )
+        if replies.result is not None:
+            return replies.result
+        if replies.error is not None:
+            self._raise(verb, replies.error)
+        reason = self.container.explain(done, f"the agent gave no answer to `{verb}`")
+        if isinstance(reason, RemoteError):
+            raise NoAnswer(reason.message, self._no_answer_hint(done.stderr_text()))
+        raise reason
+
+    def _raise(self, verb: str, error: Mapping[str, Any]) -> NoReturn:
+        kind = _ERRORS.get(str(error.get("kind")), RemoteError)
+        message = str(error.get("message") or f"`{verb}` failed without saying why")
+        raise kind(f"{self.container}: {message}", str(error.get("hint") or ""))
+
+    def _no_answer_hint(self, stderr: str) -> str:
+        if "can't open file" in stderr or "can't find '__main__' module" in stderr:
+            return (
+                f"Nothing is deployed under {self.container.settings.root} yet: "
+                f"make deploy {self.container.destination.make_arguments}"
+            )
+        if (
+            "command not found" in stderr
+            or f"{PurePosixPath(self.container.settings.python).name}'" in stderr
+        ):
+            python = self.container.settings.python
+            return f"The container needs Python 3.9 or newer as {python} (`python:` in the inventory)."
+        return "Look into the container with `pct enter`, or try again."
+
+
+class _Replies:
+    """Splits the agent's output into lines and keeps those that bear the nonce."""
+
+    def __init__(self, nonce: str, on_event: OnEvent) -> None:
+        self._nonce = nonce
+        self._on_event = on_event
+        self._tail = bytearray()
+        self.result: dict[str, Any] | None = None
+        self.error: dict[str, Any] | None = None
+
+    def feed(self, data: bytes) -> None:
+        self._tail += data
+        if b"\n" not in data:
+            if len(self._tail) > LINE_LIMIT_BYTES:
+                raise TransportError(
+                    f"The agent sent a line of more than {LINE_LIMIT_BYTES >> 20} MiB.",
+                    "Deploy again, then try again.",
+                )
+            return
+        *lines, rest = bytes(self._tail).split(b"\n")
+        self._tail = bytearray(rest)
+        for line in lines:
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(reply, dict) or reply.get("nonce") != self._nonce:
+            return
+        if self.result is not None or self.error is not None:
+            return
+        if isinstance(reply.get("result"), dict):
+            self.result = reply["result"]
+        elif isinstance(reply.get("error"), dict):
+            self.error = reply["error"]
+        elif "event" in reply:
+            self._on_event(reply)

@@ -1,0 +1,395 @@
+"""The commands: parse, call one step, show what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from orchestrator import demo as demo_module
+from orchestrator.agent import Agent
+from orchestrator.connection import Connection
+from orchestrator.console import Console, LogWriter
+from orchestrator.container import Container
+from orchestrator.deploy import deploy as deploy_release
+from orchestrator.errors import OrchestratorError, RemoteError, UsageError
+from orchestrator.fetch import fetch as fetch_run
+from orchestrator.inventory import DEFAULT_INVENTORY, load_inventory, resolve
+from orchestrator.localnode import node
+from orchestrator.logs import LogEnd, show_logs
+from orchestrator.probe import probe as probe_container
+from orchestrator.probe import show_probe
+from orchestrator.recipes import resolve_recipe
+from orchestrator.status import newest_run, show_status
+from orchestrator.status import status as container_status
+from orchestrator.status import stop as stop_run
+from orchestrator.train import prepare, start_job
+from orchestrator.venv import build_venv
+from orchestrator.warmup import warm_up
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train DFlash drafters in LXC containers on Proxmox hosts, from your desk.",
+)
+node_app = typer.Typer(
+    no_args_is_help=True, help="The embedded node: an SSH server and a pct on this machine."
+)
+app.add_typer(node_app, name="node")
+
+HostOption = Annotated[
+    str | None,
+    typer.Option("--host", envvar="DFLASH_HOST", help="A host of the inventory, or a plain IP address."),
+]
+CtOption = Annotated[
+    str | None, typer.Option("--ct", envvar="DFLASH_CT", help="The container's id on that host.")
+]
+InventoryOption = Annotated[
+    Path, typer.Option("--inventory", envvar="DFLASH_INVENTORY", help="The inventory file.")
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", envvar="DFLASH_RECIPE", help="A recipe's name or file; else the container's own."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override one value of the recipe: train.steps=100. May be repeated."),
+]
+WheelhouseOption = Annotated[
+    bool,
+    typer.Option("--wheelhouse", help="Send every wheel from the desk: for a container without internet."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
+RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run id; else the newest run.")]
+StateOption = Annotated[
+    Path, typer.Option("--state", envvar="DFLASH_NODE", help="The embedded node's folder.")
+]
+
+DEFAULT_NODE = Path(".dflash/node")
+
+
+@app.command()
+def deploy(
+    host: HostOption = None, ct: CtOption = None, inventory: InventoryOption = DEFAULT_INVENTORY
+) -> None:
+    """Bring the payload into the container as one verified, content-named release."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container, console.step("deploy") as report:
+        deployed = deploy_release(container, report)
+        report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
+
+
+@app.command()
+def venv(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    wheelhouse: WheelhouseOption = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Build anew even when the pinned venv is there.")
+    ] = False,
+) -> None:
+    """Build the pinned venv beside the old one, verify it, and switch to it. The compile cache stays."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container:
+        agent = _deployed_agent(container, console)
+        with console.step("venv") as report:
+            built = build_venv(container, agent, report, wheelhouse=wheelhouse, force=force)
+            report.outcome = (
+                f"venv {built.venv}, torch {built.torch_version} (git {built.torch_git[:10]})"
+                + (" built" if built.created else " was there")
+            )
+
+
+@app.command()
+def warmup(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    recipe: RecipeOption = None,
+    override: SetOption = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Run a second process that must miss nothing.")
+    ] = False,
+) -> None:
+    """Compile what training will call, into the cache that belongs to this torch, GPU and recipe."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container:
+        resolved = resolve_recipe(container.settings, recipe, override or ())
+        agent = _deployed_agent(container, console)
+        with console.step("venv") as report:
+            built = build_venv(container, agent, report)
+            report.outcome = f"venv {built.venv}"
+        release = agent.call("hello", {"release": None})["release"]
+        with console.step("warmup") as report:
+            warmed = warm_up(
+                agent, report, release=str(release), venv=built.venv, recipe=resolved, prove=prove
+            )
+            report.outcome = str(warmed)
+
+
+@app.command()
+def train(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    recipe: RecipeOption = None,
+    override: SetOption = None,
+    wheelhouse: WheelhouseOption = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Start the job and return at once.")] = False,
+) -> None:
+    """Do what is missing of the steps before, start the job once, detached, and follow its log. Ctrl-C detaches."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container:
+        resolved = resolve_recipe(container.settings, recipe, override or ())
+        prepared = prepare(container, resolved, console, wheelhouse=wheelhouse)
+        run_id = start_job(container, prepared, resolved, console)
+        if detach:
+            console.line(_attach_hint(container, run_id))
+            return
+        _follow(console, container, prepared.agent, run_id)
+
+
+@app.command()
+def logs(
+    run: RunArgument = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run is over.")] = False,
+    tail: Annotated[int | None, typer.Option("--tail", min=0, help="Only the last N lines.")] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", help="Only the last while: 90s, 10m, 2h, 1d.")
+    ] = None,
+) -> None:
+    """Show a run's output as it is in the container."""
+    console = Console()
+    since_s = _seconds(since)
+    with _container(console, host, ct, inventory) as container:
+        agent = Agent.current(container)
+        if follow:
+            _follow(console, container, agent, run, tail=tail, since_s=since_s)
+        else:
+            show_logs(agent, _log_writer().write, run_id=run, tail_lines=tail, since_s=since_s)
+
+
+@app.command()
+def status(
+    run: RunArgument = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the container's runs, their state and their last metrics."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container:
+        found = container_status(Agent.current(container), run)
+    if as_json:
+        console.json(found)
+    else:
+        show_status(console, found)
+
+
+@app.command()
+def stop(
+    run: RunArgument = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, help="Seconds between the asking and the killing.")
+    ] = 30.0,
+) -> None:
+    """End a run: its processes are asked, then killed; the command ends when none is left."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container:
+        agent = Agent.current(container)
+        run_id = run or newest_run(agent, active=True)
+        with console.step("stop") as report:
+            ended = stop_run(agent, run_id, report, grace_s=grace)
+            report.outcome = f"run {run_id} is {ended['state']}"
+
+
+@app.command()
+def fetch(
+    run: RunArgument = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    to: Annotated[Path, typer.Option("--to", help="The folder that gets <run id>/.")] = Path("runs"),
+) -> None:
+    """Bring a run's metrics, log and complete checkpoints home, each verified by hash."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container:
+        agent = Agent.current(container)
+        run_id = run or newest_run(agent)
+        with console.step("fetch") as report:
+            fetched = fetch_run(container, agent, run_id, to, report)
+            report.outcome = (
+                f"{fetched.files} files in {fetched.folder}, {fetched.new_files} of them new "
+                f"({fetched.size_bytes / 1e6:.1f} MB)"
+            )
+
+
+@app.command()
+def probe(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the container, its torch and its flex_attention really are."""
+    console = Console()
+    with _container(console, host, ct, inventory) as container, console.step("probe") as report:
+        found = probe_container(_deployed_agent(container, console), report)
+        report.outcome = str(container)
+    if as_json:
+        console.json(found)
+    else:
+        show_probe(console, found)
+
+
+@app.command()
+def demo(state: StateOption = DEFAULT_NODE) -> None:
+    """Run the whole story on the embedded node: deploy, venv, warmup, train, fetch, and show what was learned."""
+    demo_module.run_demo(Console(), state)
+
+
+@node_app.command("start")
+def node_start(
+    state: StateOption = DEFAULT_NODE,
+    ct: Annotated[str, typer.Option("--ct", help="The container that it holds.")] = demo_module.CONTAINER_ID,
+) -> None:
+    """Start the embedded node and leave it running; prints how to use it."""
+    console = Console()
+    with console.step("node") as report:
+        info = demo_module.start_node(state, ct)
+        report.outcome = f"{info.address}:{info.port}, container {ct}"
+    console.line(f"Use it: make status HOST=local CT={ct} INVENTORY={info.inventory}")
+
+
+@node_app.command("stop")
+def node_stop(state: StateOption = DEFAULT_NODE) -> None:
+    """Stop the embedded node and what runs in its containers; its files stay."""
+    console = Console()
+    with console.step("node") as report:
+        report.outcome = "stopped" if node.stop(state) else "was not running"
+
+
+@node_app.command("status")
+def node_status(state: StateOption = DEFAULT_NODE) -> None:
+    """Say whether the embedded node runs, and where."""
+    console = Console()
+    info = node.status(state)
+    if info is None:
+        console.line(f"No node runs from {state}. Start it: orchestrator node start")
+        raise typer.Exit(1)
+    console.line(f"{info.address}:{info.port}, inventory {info.inventory}")
+
+
+def main() -> None:
+    """The console script: errors become one paragraph and an exit status."""
+    console = Console()
+    try:
+        result = app(standalone_mode=False)
+        sys.exit(result if isinstance(result, int) else 0)
+    except OrchestratorError as error:
+        console.error(error)
+        sys.exit(error.exit_status)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        console.line("\ninterrupted; what was asked of the container may go on there: `status` tells")
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of standard output is gone (`logs | head`): nothing is wrong, and nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+@contextlib.contextmanager
+def _container(console: Console, host: str | None, ct: str | None, inventory: Path) -> Iterator[Container]:
+    destination = resolve(load_inventory(inventory), host, ct, inventory)
+    notify = lambda text: console.line(f"  {text}")  # noqa: E731
+    with Connection(destination.host_name, destination.host, notify) as connection:
+        yield Container(connection, destination)
+
+
+def _deployed_agent(container: Container, console: Console) -> Agent:
+    """The agent of the desk's own release, deployed when it is missing."""
+    with console.step("deploy") as report:
+        deployed = deploy_release(container, report)
+        report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
+    return Agent.of_release(container, deployed.release)
+
+
+def _follow(
+    console: Console,
+    container: Container,
+    agent: Agent,
+    run_id: str | None,
+    *,
+    tail: int | None = None,
+    since_s: float | None = None,
+) -> None:
+    """Follow a run to its end. Raises :class:`RemoteError` when the run did not finish well; Ctrl-C only detaches."""
+    try:
+        end: LogEnd = show_logs(
+            agent,
+            _log_writer().write,
+            run_id=run_id,
+            follow=True,
+            tail_lines=tail,
+            since_s=since_s,
+            notify=lambda text: console.line(f"  {text}"),
+        )
+    except KeyboardInterrupt:
+        console.line(f"\ndetached: the job goes on. {_attach_hint(container, run_id)}")
+        raise typer.Exit(130) from None
+    place = container.destination.make_arguments
+    if end.state == "finished":
+        console.line(
+            f"✓ run {end.run_id} finished. Bring its results home: make fetch RUN_ID={end.run_id} {place}"
+        )
+        return
+    raise RemoteError(
+        f"run {end.run_id} on {container.destination} is {end.state}.",
+        f"Its log's end: make logs RUN_ID={end.run_id} TAIL=50 {place}",
+    )
+
+
+def _attach_hint(container: Container, run_id: str | None) -> str:
+    run = f"RUN_ID={run_id} " if run_id else ""
+    place = container.destination.make_arguments
+    return f"Attach: make logs FOLLOW=1 {run}{place}   Stop: make stop {run}{place}"
+
+
+def _log_writer() -> LogWriter:
+    return LogWriter(sys.stdout.buffer, is_terminal=sys.stdout.isatty())
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not match:
+        raise UsageError(f"--since {text}: not a time span.", "For example 90s, 10m, 2h or 1d.")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+if __name__ == "__main__":
+    main()

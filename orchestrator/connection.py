@@ -1,0 +1,356 @@
+"""SSH to one host: one argv in, bytes and an exit status out.
+
+Fabric opens the connection, since it knows ssh_config, agents, keys and ProxyJump. Three things are done here that
+it leaves open: host keys are strict on every hop, commands run on a raw channel so that bytes stay bytes, and a
+peer that falls silent is noticed within a deadline.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import selectors
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import fabric
+import paramiko
+import tenacity
+from invoke.exceptions import AuthFailure
+
+from orchestrator.errors import TransportError, UsageError
+from orchestrator.inventory import HostSettings
+
+KEEPALIVE_S = 10
+SILENT_PEER_S = 40
+"""A peer that acknowledges nothing for this long is taken for dead (TCP_USER_TIMEOUT, and open channels)."""
+CONNECT_ATTEMPTS = 3
+STDOUT_LIMIT_BYTES = 64 * 1024 * 1024
+_READ_BYTES = 256 * 1024
+_POLL_S = 0.25
+
+BytesSink = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A remote command that ran to its end. ``stdout`` is empty when it went to a sink."""
+
+    command: str
+    exit_status: int
+    stdout: bytes
+    stderr: bytes
+
+    def stderr_text(self) -> str:
+        return self.stderr.decode("utf-8", errors="replace").strip()
+
+
+class Connection:
+    """A connection to one host, opened at first use. Not to be shared between threads."""
+
+    def __init__(
+        self, name: str, settings: HostSettings, notify: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self._notify = notify
+        self._fabric: fabric.Connection | None = None
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fabric is not None:
+            connection, self._fabric = self._fabric, None
+            with contextlib.suppress(Exception):
+                connection.close()
+
+    def run(
+        self,
+        argv: Sequence[str | bytes],
+        *,
+        stdin: bytes | Iterable[bytes] = b"",
+        on_stdout: BytesSink | None = None,
+        timeout_s: float | None = None,
+        idle_timeout_s: float | None = None,
+    ) -> Completed:
+        """Run ``argv`` on the host and wait for its end.
+
+        ``stdin`` is sent while output is read, so neither side can block the other. ``on_stdout`` takes standard
+        output as it comes; without it the output is returned, up to 64 MiB. ``timeout_s`` bounds the whole
+        command, ``idle_timeout_s`` the time without a byte from it. Raises :class:`TransportError` when the host
+        cannot be reached, the link breaks, a deadline passes, or no exit status arrives.
+        """
+        command = quote(argv)
+        channel = self._open_channel()
+        stop_writer = threading.Event()
+        try:
+            channel.exec_command(command)
+            writer = threading.Thread(
+                target=_write_stdin,
+                args=(channel, stdin, stop_writer),
+                name=f"stdin to {self.name}",
+                daemon=True,
+            )
+            writer.start()
+            stdout, stderr = self._read(channel, on_stdout, timeout_s, idle_timeout_s)
+            status = channel.recv_exit_status() if channel.status_event.wait(SILENT_PEER_S) else -1
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            self.close()
+            raise TransportError(
+                f"The link to {self.name} broke during a command: {error or type(error).__name__}.",
+                "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
+            ) from error
+        finally:
+            stop_writer.set()
+            with contextlib.suppress(Exception):
+                channel.close()
+        if status == -1:
+            self.close()
+            raise TransportError(
+                f"The link to {self.name} ended before the command's exit status came.",
+                "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
+            )
+        return Completed(os.fsdecode(command), status, stdout, stderr)
+
+    def _read(
+        self,
+        channel: paramiko.Channel,
+        on_stdout: BytesSink | None,
+        timeout_s: float | None,
+        idle_timeout_s: float | None,
+    ) -> tuple[bytes, bytes]:
+        stdout, stderr = bytearray(), bytearray()
+        started = last_byte = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(channel.fileno(), selectors.EVENT_READ)
+            while True:
+                received = False
+                while channel.recv_stderr_ready():
+                    stderr += channel.recv_stderr(_READ_BYTES)
+                    del stderr[: -1024 * 1024]
+                    received = True
+                while channel.recv_ready():
+                    data = channel.recv(_READ_BYTES)
+                    received = True
+                    if on_stdout is not None:
+                        on_stdout(data)
+                        continue
+                    stdout += data
+                    if len(stdout) > STDOUT_LIMIT_BYTES:
+                        raise TransportError(
+                            f"{self.name}: a command printed more than {STDOUT_LIMIT_BYTES >> 20} MiB.",
+                            "Fetch it as a file instead.",
+                        )
+                if received:
+                    last_byte = time.monotonic()
+                    continue
+                if channel.eof_received or channel.closed:
+                    if channel.recv_ready() or channel.recv_stderr_ready():
+                        continue
+                    return bytes(stdout), bytes(stderr)
+                now = time.monotonic()
+                if timeout_s is not None and now - started > timeout_s:
+                    raise self._too_late(f"did not end within {timeout_s:.0f} s")
+                if idle_timeout_s is not None and now - last_byte > idle_timeout_s:
+                    raise self._too_late(f"sent nothing for {idle_timeout_s:.0f} s")
+                selector.select(_POLL_S)
+
+    def _too_late(self, what: str) -> TransportError:
+        self.close()
+        return TransportError(
+            f"A command on {self.name} {what}.",
+            "What ran on the host may go on: look with `status` before a second try.",
+        )
+
+    def _open_channel(self) -> paramiko.Channel:
+        transport = self._open().transport
+        try:
+            return transport.open_session(timeout=SILENT_PEER_S)
+        except (paramiko.SSHException, EOFError, OSError):
+            # The connection died since its last use: nothing was sent on this channel, so a second try is safe.
+            self.close()
+        try:
+            return self._open().transport.open_session(timeout=SILENT_PEER_S)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            self.close()
+            raise TransportError(
+                f"{self.name} refused another session: {error}.",
+                "sshd's MaxSessions may be reached; try again.",
+            ) from error
+
+    def _open(self) -> fabric.Connection:
+        if self._fabric is not None and self._fabric.is_connected:
+            return self._fabric
+        self.close()
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Retryable),
+            stop=tenacity.stop_after_attempt(CONNECT_ATTEMPTS),
+            wait=tenacity.wait_exponential_jitter(initial=0.3, max=3, jitter=0.3),
+            before_sleep=lambda state: self._notify(
+                f"{self.name} does not answer (try {state.attempt_number} of {CONNECT_ATTEMPTS}); waiting to try again"
+            ),
+            reraise=True,
+        )
+        try:
+            self._fabric = retrying(self._connect)
+        except _Retryable as error:
+            raise TransportError(error.message, error.hint) from error.__cause__
+        return self._fabric
+
+    def _connect(self) -> fabric.Connection:
+        settings = self.settings
+        connect_kwargs: dict[str, object] = {
+            "banner_timeout": settings.connect_timeout_s,
+            "auth_timeout": settings.connect_timeout_s,
+        }
+        if settings.identity_file:
+            key = Path(settings.identity_file).expanduser()
+            if not key.is_file():
+                raise UsageError(
+                    f"{self.name}: identity_file {key} is not there.",
+                    "Correct the inventory, or make the key.",
+                )
+            connect_kwargs |= {"key_filename": str(key), "allow_agent": False, "look_for_keys": False}
+        connection = fabric.Connection(
+            settings.address or self.name,
+            user=settings.user,
+            port=settings.port,
+            connect_timeout=settings.connect_timeout_s,
+            connect_kwargs=connect_kwargs,
+        )
+        for hop in _hops(connection):
+            _trust_only_known_hosts(hop.client, settings.known_hosts)
+        where = f"{connection.user}@{connection.host}:{connection.port}"
+        try:
+            connection.open()
+        except _HostKeyRefused as error:
+            raise self._host_key_error(error, connection.port) from None
+        except paramiko.BadHostKeyException as error:
+            raise TransportError(
+                f"{self.name}: the host key of {error.hostname} has CHANGED: it now offers "
+                f"{error.key.get_name()} {fingerprint(error.key)}, known_hosts says {fingerprint(error.expected_key)}.",
+                f"Another machine may be answering. When you know why it changed: {_forget_command(error, settings)}",
+            ) from None
+        except (paramiko.AuthenticationException, paramiko.PasswordRequiredException, AuthFailure) as error:
+            raise TransportError(
+                f"{self.name}: {where} accepts none of your keys ({error}).",
+                f"Put your public key there (ssh-copy-id -p {connection.port} {connection.user}@{connection.host}), "
+                "or name the key with identity_file in the inventory.",
+            ) from None
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            with contextlib.suppress(Exception):
+                connection.close()
+            raise _Retryable(
+                f"{self.name}: no SSH connection to {where}: {_reason(error)}.",
+                "Is the host up, and are address and port right in the inventory?",
+            ) from error
+        transport = connection.transport
+        transport.set_keepalive(KEEPALIVE_S)
+        if isinstance(transport.sock, socket.socket):
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_PEER_S * 1000)
+        return connection
+
+    def _host_key_error(self, error: _HostKeyRefused, port: int) -> TransportError:
+        known_hosts = self.settings.known_hosts or "~/.ssh/known_hosts"
+        return TransportError(
+            f"{self.name}: the host key of {error.hostname} is not known: "
+            f"{error.key.get_name()} {fingerprint(error.key)}.",
+            "Compare it with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host's console; to accept it: "
+            f"ssh-keyscan -p {port} {error.hostname.strip('[]').split(']')[0]} >> {known_hosts}",
+        )
+
+
+class _Retryable(TransportError):
+    """No connection yet, so nothing was asked of the host: trying again is safe."""
+
+
+class _HostKeyRefused(paramiko.SSHException):
+    def __init__(self, hostname: str, key: paramiko.PKey) -> None:
+        super().__init__(f"unknown host key for {hostname}")
+        self.hostname = hostname
+        self.key = key
+
+
+class _RefuseUnknownKeys(paramiko.MissingHostKeyPolicy):
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        raise _HostKeyRefused(hostname, key)
+
+
+def quote(argv: Sequence[str | bytes]) -> bytes:
+    """The one string that SSH carries for ``argv``: quoted once, for the login shell at the other end.
+
+    Raises :class:`UsageError` for an empty argv and for a NUL, which no argument can hold.
+    """
+    if not argv:
+        raise UsageError("There is no command to run: the argument list is empty.")
+    words = [os.fsdecode(word) for word in argv]
+    if any("\0" in word for word in words):
+        raise UsageError("A command's argument holds a NUL byte, which no program can be given.")
+    return os.fsencode(shlex.join(words))
+
+
+def fingerprint(key: paramiko.PKey) -> str:
+    """The key's fingerprint as OpenSSH prints it."""
+    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+    return f"SHA256:{digest}"
+
+
+def _hops(connection: fabric.Connection) -> Iterator[fabric.Connection]:
+    """The connection and every jump host before it."""
+    hop: object = connection
+    while isinstance(hop, fabric.Connection):
+        yield hop
+        hop = hop.gateway
+
+
+def _trust_only_known_hosts(client: paramiko.SSHClient, known_hosts: str | None) -> None:
+    """Fabric sets AutoAddPolicy and reads no known_hosts: undo both."""
+    client.set_missing_host_key_policy(_RefuseUnknownKeys())
+    if known_hosts is None:
+        client.load_system_host_keys()
+        with contextlib.suppress(OSError):
+            client.load_system_host_keys("/etc/ssh/ssh_known_hosts")
+        return
+    path = Path(known_hosts).expanduser()
+    try:
+        client.load_system_host_keys(str(path))
+    except OSError as error:
+        raise UsageError(f"known_hosts file {path} cannot be read: {error.strerror}.") from None
+
+
+def _forget_command(error: paramiko.BadHostKeyException, settings: HostSettings) -> str:
+    file = f" -f {settings.known_hosts}" if settings.known_hosts else ""
+    return f"ssh-keygen{file} -R '{error.hostname}'"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        first = next(iter(error.errors.values()), error)
+        return getattr(first, "strerror", None) or str(first)
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__
+
+
+def _write_stdin(channel: paramiko.Channel, stdin: bytes | Iterable[bytes], stop: threading.Event) -> None:
+    """Send all of ``stdin`` and close it. A command that ends without reading it all is not an error here."""
+    with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+        for chunk in [stdin] if isinstance(stdin, bytes) else stdin:
+            if stop.is_set():
+                return
+            channel.sendall(chunk)
+        channel.shutdown_write()

@@ -1,0 +1,154 @@
+"""Everything a person sees: one line per step, progress while it works, tables, log bytes, errors.
+
+Text that comes from a container is shown without its control characters: a terminal must not obey it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.errors import OrchestratorError
+
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
+_PLAIN_PROGRESS_EVERY_S = 5.0
+
+
+def safe(text: str) -> str:
+    """``text`` without terminal escapes and control characters other than newline, tab and carriage return."""
+    return _CONTROL.sub("", text)
+
+
+class StepReport:
+    """One step's line: what it is doing now, and at the end what came of it."""
+
+    def __init__(self, console: Console, name: str, progress: Progress | None, task: TaskID | None) -> None:
+        self._console = console
+        self._name = name
+        self._progress = progress
+        self._task = task
+        self._last_plain = time.monotonic()
+        self.outcome = ""
+
+    def update(self, message: str, done: int | None = None, total: int | None = None) -> None:
+        """Show what is going on; ``done`` of ``total`` in any unit moves the bar."""
+        message = safe(message).replace("\n", " ")[:200]
+        if self._progress is not None and self._task is not None:
+            self._progress.update(
+                self._task, description=f"{self._name:<7} {message}", completed=done or 0, total=total
+            )
+        elif time.monotonic() - self._last_plain >= _PLAIN_PROGRESS_EVERY_S:
+            self._last_plain = time.monotonic()
+            share = f" ({100 * done // total}%)" if done is not None and total else ""
+            self._console.line(f"  {self._name:<7} … {message}{share}")
+
+    def part_of(self, message: str, before: int, total: int) -> Callable[[int, int], None]:
+        """Progress of one part, as (bytes done, bytes of the part), of ``total`` bytes of which ``before`` are done."""
+        return lambda done, _: self.update(message, before + done, total)
+
+    def note(self, message: str) -> None:
+        """A line that stays."""
+        self._console.line(f"  {self._name:<7} {safe(message)}")
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Show an agent's event."""
+        if event["event"] == "progress":
+            self.update(str(event.get("message", "")), event.get("done"), event.get("total"))
+        elif event["event"] == "note":
+            self.note(str(event.get("message", "")))
+
+
+class Console:
+    """The terminal, or a plain stream when there is none."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.out = RichConsole(highlight=False, soft_wrap=True)
+        self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        self.quiet = quiet
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """A line for a person, on standard error so that standard output stays data."""
+        if not self.quiet:
+            self.err.print(Text(text, style=style or ""))
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[StepReport]:
+        """Show a step while it runs, then one line with its outcome and seconds."""
+        started = time.monotonic()
+        if self.quiet or not self.err.is_terminal:
+            report = StepReport(self, name, None, None)
+            yield report
+        else:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(20),
+                TimeElapsedColumn(),
+            )
+            with Progress(*columns, console=self.err, transient=True) as progress:
+                report = StepReport(self, name, progress, progress.add_task(name, total=None))
+                yield report
+        self.line(f"✓ {name:<7} {report.outcome} ({time.monotonic() - started:.1f} s)")
+
+    def error(self, error: OrchestratorError) -> None:
+        """An error as one paragraph: what happened, and what to do next."""
+        self.err.print(Text("error: ", style="bold red") + Text(safe(error.message), style=""))
+        if error.hint:
+            self.err.print(Text(safe(error.hint)))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(safe("" if cell is None else str(cell))) for cell in row))
+        self.out.print(table)
+
+    def json(self, value: object) -> None:
+        sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=True) + "\n")
+        sys.stdout.flush()
+
+
+class LogWriter:
+    """Writes a job's output to a stream as it comes: raw into a file or pipe, made harmless for a terminal.
+
+    A line that is still being written (a progress bar with carriage returns) is shown as far as it goes.
+    """
+
+    def __init__(self, stream: BinaryIO, *, is_terminal: bool) -> None:
+        self._stream = stream
+        self._is_terminal = is_terminal
+        self._pending = b""
+
+    def write(self, data: bytes) -> None:
+        if self._is_terminal:
+            data = self._pending + data
+            cut = _incomplete_tail(data)
+            data, self._pending = data[: len(data) - cut], data[len(data) - cut :]
+            data = safe(data.decode("utf-8", errors="replace")).encode()
+        self._stream.write(data)
+        self._stream.flush()
+
+
+def _incomplete_tail(data: bytes) -> int:
+    """How many bytes at the end may belong to a character or an escape sequence that is not whole yet."""
+    escape = data.rfind(b"\x1b", max(0, len(data) - 64))
+    if escape >= 0 and not re.search(rb"[@-~]", data[escape + 2 :]):
+        return len(data) - escape
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 == 0x80:
+            continue
+        width = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+        return back if width > back else 0
+    return 0

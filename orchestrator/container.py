@@ -1,0 +1,234 @@
+"""One container: run, upload, download. All that the project knows of ``pct``, quoting and their traps.
+
+- ``pct exec`` replaces itself by the command and passes the argv on as it is, so the only shell is the host's login
+  shell and one quoting (in :mod:`orchestrator.connection`) is right.
+- Its environment differs between versions and leaks the host's, so every command starts with ``env -i`` and an
+  explicit PATH, HOME and LANG.
+- Its own failures share exit statuses with commands, and ``pct status`` exits 0 for a stopped container: what an
+  exit status means is asked of ``pct status`` in words, and only after something went wrong.
+- ``pct push`` may fail with exit 0, truncates in place and holds the container's lock: files travel as a tar stream
+  through ``pct exec`` instead, are checked by hash and renamed into place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from orchestrator.connection import BytesSink, Completed, Connection
+from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError
+from orchestrator.inventory import Destination
+
+CHUNK_BYTES = 256 * 1024
+_PROBE_TIMEOUT_S = 30.0
+
+ByteProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class Container:
+    """One container of one host, over one connection."""
+
+    def __init__(self, connection: Connection, destination: Destination) -> None:
+        self.connection = connection
+        self.destination = destination
+        self.settings = destination.container
+
+    def __str__(self) -> str:
+        return str(self.destination)
+
+    def run(
+        self,
+        argv: Sequence[str | bytes],
+        *,
+        stdin: bytes | Iterable[bytes] = b"",
+        on_stdout: BytesSink | None = None,
+        timeout_s: float | None = None,
+        idle_timeout_s: float | None = None,
+    ) -> Completed:
+        """Run ``argv`` in the container as its root, with exactly the environment of the inventory.
+
+        The exit status may be the command's or ``pct``'s own: callers that need to know check what the command
+        left behind, or ask :meth:`explain`. Raises :class:`TransportError`.
+        """
+        return self.connection.run(
+            self._pct("exec", self.destination.container_id, "--", *self._environment(), *argv),
+            stdin=stdin,
+            on_stdout=on_stdout,
+            timeout_s=timeout_s,
+            idle_timeout_s=idle_timeout_s,
+        )
+
+    def upload(
+        self, source: Path | bytes, path: str, *, mode: int = 0o644, on_progress: ByteProgress | None = None
+    ) -> None:
+        """Write ``source`` to the absolute ``path`` in the container, whole or not at all.
+
+        Folders on the way are made. An existing file is replaced by rename; a folder in the way is an error.
+        Raises :class:`RemoteError` when the bytes that arrived are not the bytes that were sent, naming the disk
+        when it is full, and :class:`TransportError`.
+        """
+        target = PurePosixPath(path)
+        partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
+        digest = hashlib.sha256()
+        sent = self.run(
+            ["tar", "--extract", "--file=-", "--directory=/", "--no-same-owner"],
+            stdin=_tar_stream(source, str(partial), mode, digest, on_progress),
+        )
+        try:
+            arrived = self.sha256(str(partial))
+            if arrived != digest.hexdigest():
+                raise self.explain(sent, f"{path} did not arrive whole")
+            moved = self.run(["mv", "-T", "-f", str(partial), path], timeout_s=_PROBE_TIMEOUT_S)
+            if moved.exit_status != 0:
+                raise self.explain(moved, f"{path} could not be put in place")
+        except RemoteError:
+            self.run(["rm", "-f", str(partial)], timeout_s=_PROBE_TIMEOUT_S)
+            raise
+
+    def sha256(self, path: str) -> str | None:
+        """The SHA-256 of a file in the container in hex; None when it cannot be read."""
+        done = self.run(["sha256sum", "--", path])
+        digest = done.stdout.decode("ascii", errors="replace").lstrip("\\").split(" ")[0].strip()
+        return digest if done.exit_status == 0 and len(digest) == 64 else None
+
+    def download(
+        self, path: str, destination: Path, *, size: int, sha256: str, on_progress: ByteProgress | None = None
+    ) -> None:
+        """Bring the first ``size`` bytes of ``path`` home to ``destination``, whole or not at all.
+
+        A ``.part`` left by an earlier try is continued. Raises :class:`RemoteError` when the bytes do not have
+        the hash ``sha256``, and :class:`TransportError` (what came so far stays in the ``.part``).
+        """
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        partial = destination.with_name(f"{destination.name}.{sha256[:16]}.part")
+        have = partial.stat().st_size if partial.exists() else 0
+        if have > size:
+            partial.unlink()
+            have = 0
+        if have < size or not partial.exists():
+            with partial.open("ab") as file:
+
+                def write(data: bytes) -> None:
+                    file.write(data[: max(0, size - file.tell())])
+                    if on_progress is not None:
+                        on_progress(file.tell(), size)
+
+                done = self.run(
+                    ["tail", f"--bytes=+{have + 1}", "--", path],
+                    on_stdout=write,
+                    idle_timeout_s=_PROBE_TIMEOUT_S,
+                )
+                file.flush()
+                os.fsync(file.fileno())
+            if done.exit_status != 0:
+                partial.unlink(missing_ok=True)
+                raise self.explain(done, f"{path} could not be read")
+        if file_sha256(partial) != sha256:
+            partial.unlink()
+            raise RemoteError(
+                f"{path} of {self} did not come home whole: its SHA-256 is not {sha256[:16]}….",
+                "The bad copy was removed; fetch again.",
+            )
+        partial.replace(destination)
+
+    def explain(self, done: Completed, what: str) -> OrchestratorError:
+        """The error that fits a command that did not do its work, found by asking ``pct`` for the container's state."""
+        ct = self.destination.container_id
+        host = self.destination.host_name
+        status = self.connection.run(self._pct("status", ct), timeout_s=_PROBE_TIMEOUT_S)
+        reply = status.stdout.decode("utf-8", errors="replace").strip()
+        complaint = status.stderr_text()
+        if "status: running" in reply:
+            detail = _last_line(done.stderr_text()) or f"exit status {done.exit_status}"
+            if "No space left on device" in done.stderr_text():
+                return RemoteError(
+                    f"{self}: {what}: no space left on its disk.", "Free some with `prune`, or grow it."
+                )
+            return RemoteError(f"{self}: {what}: {detail}.")
+        if "status: " in reply:
+            state = reply.split("status: ", 1)[1].split()[0]
+            return TransportError(f"{self} is {state}.", f"Start it on the host: pct start {ct}")
+        if status.exit_status == 127 or "not found" in complaint or "No such file" in complaint:
+            return TransportError(
+                f"{host} has no {self.destination.host.pct}.",
+                "Is it a Proxmox host? Set `pct:` in the inventory when it is elsewhere.",
+            )
+        if "does not exist" in complaint:
+            return TransportError(
+                f"{host} has no container {ct}.",
+                "`pct list` on the host shows those it has; correct CT= or the inventory.",
+            )
+        if "password is required" in complaint or "please run as root" in complaint:
+            return RefusedError(
+                f"{host}: {self.destination.host.user} may not run pct ({_last_line(complaint)}).",
+                "Log in as root, or allow `NOPASSWD: /usr/sbin/pct` for that user in sudoers.",
+            )
+        return TransportError(f"{self}: {what}, and pct says: {_last_line(complaint) or 'nothing'}.")
+
+    def _pct(self, verb: str, *rest: str | bytes) -> list[str | bytes]:
+        host = self.destination.host
+        needs_sudo = host.user != "root" if host.sudo is None else host.sudo
+        return [*(["sudo", "-n"] if needs_sudo else []), host.pct, verb, *rest]
+
+    def _environment(self) -> list[str]:
+        return [
+            "/usr/bin/env",
+            "-i",
+            f"PATH={':'.join(self.settings.path)}",
+            f"HOME={self.settings.home}",
+            "LANG=C.UTF-8",
+        ]
+
+
+def _tar_stream(
+    source: Path | bytes, path: str, mode: int, digest: hashlib._Hash, on_progress: ByteProgress | None
+) -> Iterator[bytes]:
+    """A tar archive of one file named ``path``, in chunks; ``digest`` is fed the file's own bytes."""
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    member = tarfile.TarInfo(path.lstrip("/"))
+    member.size, member.mode = size, mode
+    yield member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+    done = 0
+    for chunk in _chunks(source, size):
+        digest.update(chunk)
+        yield chunk
+        done += len(chunk)
+        if on_progress is not None:
+            on_progress(done, size)
+    yield bytes(-size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _chunks(source: Path | bytes, size: int) -> Iterator[bytes]:
+    """Exactly ``size`` bytes of ``source``: a file that changes size meanwhile is an error, not a broken archive."""
+    if isinstance(source, bytes):
+        for start in range(0, size, CHUNK_BYTES):
+            yield source[start : start + CHUNK_BYTES]
+        return
+    with source.open("rb") as file:
+        left = size
+        while left:
+            chunk = file.read(min(CHUNK_BYTES, left))
+            if not chunk:
+                raise OSError(f"{source} became shorter while it was sent")
+            left -= len(chunk)
+            yield chunk
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file at the desk, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1024 * 1024):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else ""

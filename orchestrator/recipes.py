@@ -1,0 +1,40 @@
+"""Which recipe a run follows, with the inventory's GPUs and the command line's overrides in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from orchestrator.errors import UsageError
+from orchestrator.inventory import ContainerSettings
+from payload.errors import PayloadError
+from payload.recipe import Recipe, load_recipe
+
+
+def resolve_recipe(
+    settings: ContainerSettings, name: str | None = None, overrides: Sequence[str] = ()
+) -> Recipe:
+    """The recipe ``name`` (the container's own without it) with ``key=value`` overrides such as ``train.steps=100``.
+
+    The container's ``targets`` and ``drafters`` replace the recipe's topology. Raises :class:`UsageError`.
+    """
+    values: dict[str, Any] = {}
+    if settings.targets is not None and settings.drafters is not None:
+        values["topology.targets"] = list(settings.targets)
+        values["topology.drafters"] = list(settings.drafters)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise UsageError(
+                f"--set {override}: not of the form key=value.", "For example: --set train.steps=100"
+            )
+        try:
+            values[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise UsageError(f"--set {override}: {text!r} is not a YAML value.") from None
+    try:
+        return load_recipe(name or settings.recipe, values)
+    except PayloadError as error:
+        raise UsageError(error.message, error.hint) from None

@@ -1,0 +1,99 @@
+"""Status and stop: what a container's runs are doing, and ending one for good."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from orchestrator.agent import Agent
+from orchestrator.console import Console, StepReport
+from orchestrator.errors import UsageError
+
+ACTIVE_STATES = ("starting", "running", "stopping")
+STOP_GRACE_S = 30.0
+
+
+def status(agent: Agent, run_id: str | None = None) -> dict[str, Any]:
+    """The container's runs (or one), what is deployed, disk and GPUs, as the agent sees them now."""
+    return agent.call("status", {"run_id": run_id}, timeout_s=60.0)
+
+
+def newest_run(agent: Agent, *, active: bool = False) -> str:
+    """The id of the newest run, or of the one that is active. Raises :class:`UsageError` when there is none."""
+    runs = status(agent)["runs"]
+    ids = sorted(str(run["run_id"]) for run in runs if not active or run["state"] in ACTIVE_STATES)
+    if not ids:
+        what = "no run is going on" if active else "there is no run yet"
+        raise UsageError(f"{agent.container}: {what}.", "`status` shows all runs, `train` starts one.")
+    return ids[-1]
+
+
+def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP_GRACE_S) -> dict[str, Any]:
+    """End a run: ask its processes, wait ``grace_s``, kill what is left; returns when none is left."""
+    report.update(f"asking run {run_id} to end")
+    return agent.call(
+        "stop", {"run_id": run_id, "grace_s": grace_s}, on_event=report.on_event, timeout_s=grace_s + 120
+    )
+
+
+def show_status(console: Console, found: dict[str, Any]) -> None:
+    """The answer of :func:`status` as tables."""
+    console.line(f"release {found.get('release') or 'none'}, venv {found.get('venv') or 'none'}", "bold")
+    rows = []
+    for run in found["runs"]:
+        metrics = run.get("last_metrics") or {}
+        rows.append(
+            (
+                run["run_id"],
+                run["state"],
+                _age(run.get("started_at"), run.get("ended_at")),
+                metrics.get("step"),
+                _number(metrics.get("loss")),
+                _number(metrics.get("tokens_per_s"), 0),
+                _size(run.get("log_bytes")),
+                "" if run.get("exit_code") is None else run["exit_code"],
+            )
+        )
+    console.table(("run", "state", "for", "step", "loss", "tokens/s", "log", "exit"), rows)
+    for run in found["runs"]:
+        if run["state"] == "lost":
+            console.line(
+                f"run {run['run_id']} is lost: its supervisor is gone without a word, most likely because the container "
+                "was restarted. Its checkpoints are whole; `train` starts a new run.",
+                "yellow",
+            )
+    caches = found.get("caches") or []
+    if caches:
+        console.table(("compile cache", "size"), [(cache["name"], _size(cache["bytes"])) for cache in caches])
+    gpus = found.get("gpus") or []
+    if gpus:
+        console.table(tuple(gpus[0]), [tuple(gpu.values()) for gpu in gpus])
+
+
+def _age(started: float | None, ended: float | None) -> str:
+    if started is None:
+        return ""
+    seconds = int((ended or time.time()) - started)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {seconds % 60} s"
+        if minutes
+        else f"{seconds} s"
+    )
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return ""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

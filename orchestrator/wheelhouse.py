@@ -1,0 +1,267 @@
+"""Wheels for a container that has no internet: resolved by uv for the container's platform, fetched by pip, sent whole.
+
+uv resolves with the same pins and settings as in the container and names every wheel with its hash; pip fetches just
+those, since it knows the desk's certificates and proxies; the container installs from the folder alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uv
+
+from orchestrator.console import StepReport
+from orchestrator.container import Container, file_sha256
+from orchestrator.errors import RefusedError, RemoteError
+from orchestrator.inventory import ContainerSettings, IndexSettings, TorchPin
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OLDEST_MANYLINUX_GLIBC = 5
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What decides which wheels fit: machine (``x86_64``), glibc (``2.36``) and Python (``3.11.7``)."""
+
+    machine: str
+    glibc: tuple[int, int]
+    python: str
+
+    @property
+    def uv_name(self) -> str:
+        return f"{self.machine}-manylinux_{self.glibc[0]}_{self.glibc[1]}"
+
+    @property
+    def python_minor(self) -> str:
+        return ".".join(self.python.split(".")[:2])
+
+    @property
+    def wheel_tags(self) -> list[str]:
+        """Every platform tag that this machine takes, newest first."""
+        minors = range(self.glibc[1], OLDEST_MANYLINUX_GLIBC - 1, -1)
+        legacy = ("manylinux2014", "manylinux2010", "manylinux1")
+        return [f"manylinux_2_{minor}_{self.machine}" for minor in minors] + [
+            f"{name}_{self.machine}" for name in legacy
+        ]
+
+    @property
+    def is_the_desks(self) -> bool:
+        return sys.platform == "linux" and os.uname().machine == self.machine
+
+
+def container_platform(facts: Mapping[str, Any]) -> Platform:
+    """The platform that a container's facts describe. Raises :class:`RefusedError` without glibc."""
+    libc, version = facts.get("libc") or ["", ""]
+    if libc != "glibc":
+        raise RefusedError(
+            f"The container's C library is {libc or 'unknown'}, and torch's wheels need glibc.",
+            "Use a container with a glibc distribution, such as Debian or Ubuntu.",
+        )
+    major, minor = (int(part) for part in str(version).split(".")[:2])
+    return Platform(str(facts["machine"]), (major, minor), str(facts["python"]["version"]))
+
+
+def download_uv(platform: Platform, report: StepReport) -> Path:
+    """A uv binary that runs on ``platform``: the desk's own, or that of the wheel for another machine."""
+    if platform.is_the_desks:
+        return Path(uv.find_uv_bin())
+    folder = _cache_folder() / f"uv-{uv_version()}-{platform.machine}"
+    binary = folder / "uv"
+    if binary.exists():
+        return binary
+    report.update(f"fetching uv for {platform.machine}")
+    _pip_download(platform, [f"uv=={uv_version()}"], folder, ("--no-deps",))
+    wheel = next(folder.glob("uv-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith("/scripts/uv"))
+        partial = binary.with_suffix(".part")
+        partial.write_bytes(archive.read(member))
+    partial.replace(binary)
+    return binary
+
+
+def uv_version() -> str:
+    """The pinned uv's version, which the desk and every container share."""
+    return importlib.metadata.version("uv")
+
+
+def download_wheels(
+    settings: ContainerSettings, platform: Platform, requirements: Path, report: StepReport
+) -> list[Path]:
+    """All wheels of the pinned torch and ``requirements`` for ``platform``, fetched once and kept at the desk.
+
+    Raises :class:`RemoteError` with uv's or pip's own words when one cannot be had.
+    """
+    report.update("resolving the wheels for the container")
+    locked = resolve_wheels(settings.torch, settings.index, platform, requirements)
+    folder = _cache_folder() / "wheels" / f"{platform.uv_name}-{platform.python_minor}"
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [wheel for wheel in locked if not _has(folder, wheel)]
+    for number, wheel in enumerate(missing):
+        report.update(f"fetching {wheel.name}", number, len(missing))
+        _pip_download(
+            platform, [f"{wheel.url}#sha256={wheel.sha256}"], folder, ("--no-deps",), settings.index
+        )
+    return [folder / wheel.name for wheel in locked]
+
+
+@dataclass(frozen=True)
+class LockedWheel:
+    """One wheel of a resolution: its file name, where it comes from, and its SHA-256 in hex."""
+
+    name: str
+    url: str
+    sha256: str
+
+
+def resolve_wheels(
+    torch: TorchPin, index: IndexSettings, platform: Platform, requirements: Path
+) -> list[LockedWheel]:
+    """Which wheels uv would install in the container. Raises :class:`RemoteError` in uv's words."""
+    argv = [
+        *(
+            uv.find_uv_bin(),
+            "pip",
+            "compile",
+            "--no-config",
+            "--quiet",
+            "--no-header",
+            "--format",
+            "pylock.toml",
+        ),
+        *(
+            "--only-binary",
+            ":all:",
+            "--python-platform",
+            platform.uv_name,
+            "--python-version",
+            platform.python_minor,
+        ),
+        *index_arguments(index),
+        *(("--torch-backend", torch.backend) if torch.backend and not torch.index_url else ()),
+        *(("--index", torch.index_url) if torch.index_url else ()),
+        *("-", str(requirements)),
+    ]
+    done = subprocess.run(
+        argv,
+        input=f"torch=={torch.version}\n",
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | index_environment(index),
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RemoteError(
+            f"uv cannot resolve the wheels for the container: {_tail(done.stderr)}",
+            "Correct torch: or index: in the inventory.",
+        )
+    locked = tomllib.loads(done.stdout)
+    return [_locked_wheel(package) for package in locked["packages"]]
+
+
+def send_wheels(container: Container, wheels: Sequence[Path], report: StepReport) -> str:
+    """Bring the wheels to the container's wheelhouse, those that are missing; returns its path there."""
+    folder = f"{container.settings.root}/wheelhouse"
+    total = sum(wheel.stat().st_size for wheel in wheels)
+    done = 0
+    for wheel in wheels:
+        path = f"{folder}/{wheel.name}"
+        if container.sha256(path) != file_sha256(wheel):
+            container.upload(wheel, path, on_progress=report.part_of(f"sending {wheel.name}", done, total))
+        done += wheel.stat().st_size
+    return folder
+
+
+def index_arguments(index: IndexSettings) -> list[str]:
+    """uv's arguments for an inventory's indexes."""
+    arguments = ["--index-url", index.index_url] if index.index_url else []
+    for url in index.extra_index_urls:
+        arguments += ["--extra-index-url", url]
+    for link in index.find_links:
+        arguments += ["--find-links", link]
+    return arguments + (["--offline"] if index.offline else [])
+
+
+def index_environment(index: IndexSettings) -> dict[str, str]:
+    """The environment in which uv and pip honour an inventory's certificates, proxies and patience."""
+    values = {
+        "SSL_CERT_FILE": index.certificate,
+        "HTTP_PROXY": index.http_proxy,
+        "HTTPS_PROXY": index.https_proxy,
+        "NO_PROXY": index.no_proxy,
+        "UV_HTTP_TIMEOUT": str(index.timeout_s),
+    }
+    return {key: value for key, value in values.items() if value}
+
+
+def _locked_wheel(package: Mapping[str, Any]) -> LockedWheel:
+    wheels = package.get("wheels") or []
+    if len(wheels) != 1:
+        raise RemoteError(
+            f"{package['name']} {package.get('version', '')} has no wheel for the container's platform.",
+            "Pin a version that has one, or build in a container with internet.",
+        )
+    url = str(wheels[0].get("url") or Path(wheels[0]["path"]).resolve().as_uri())
+    return LockedWheel(url.rsplit("/", 1)[1].replace("%2B", "+"), url, str(wheels[0]["hashes"]["sha256"]))
+
+
+def _pip_download(
+    platform: Platform,
+    requirements: Iterable[str],
+    folder: Path,
+    flags: Iterable[str],
+    index: IndexSettings | None = None,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
+    argv += ["--only-binary=:all:", "--python-version", platform.python_minor, "--implementation", "cp"]
+    argv += [part for tag in platform.wheel_tags for part in ("--platform", tag)]
+    done = subprocess.run(
+        [*argv, *flags, *requirements],
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        env=os.environ | (index_environment(index) if index else {}),
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RemoteError(
+            f"pip cannot fetch {' '.join(requirements)}: {_tail(done.stderr)}",
+            "Try again when the network is there.",
+        )
+
+
+def _has(folder: Path, wheel: LockedWheel) -> bool:
+    path = folder / wheel.name
+    return path.is_file() and file_sha256(path) == wheel.sha256
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash"
+
+
+def _tail(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[-6:])[-800:] or "it gave no reason"

@@ -1,0 +1,138 @@
+"""inventory.yaml: what it means, and that every fault is named with its file and line."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import UsageError
+from orchestrator.inventory import Inventory, load_inventory, resolve
+
+SHIPPED = Path(__file__).parents[2] / "inventory.yaml"
+
+
+def load(folder: Path, text: str) -> Inventory:
+    path = folder / "inventory.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_inventory(path)
+
+
+def test_the_shipped_inventory_describes_eight_gpus_with_targets_on_0_to_4_and_drafters_on_5_to_7() -> None:
+    destination = resolve(load_inventory(SHIPPED), "10.1.2.6", "200", SHIPPED)
+    assert destination.host.user == "root"
+    assert destination.host.pct == "/usr/sbin/pct"
+    assert destination.container.gpus == 8
+    assert destination.container.targets == (0, 1, 2, 3, 4)
+    assert destination.container.drafters == (5, 6, 7)
+    assert destination.container.recipe == "qwen3-8b"
+    assert destination.container.torch.version == "2.11.0"
+    assert destination.container.torch.cuda == "12.8"
+
+
+def test_a_container_takes_from_the_defaults_what_it_does_not_set(tmp_path: Path) -> None:
+    inventory = load(
+        tmp_path,
+        """
+defaults:
+  host: {user: operator}
+  container: {root: /srv/dflash, torch: {version: 2.12.0, backend: cu130}}
+hosts:
+  one: {containers: {100: {torch: {backend: cpu}}, 101: }}
+""",
+    )
+    container = resolve(inventory, "one", "100", tmp_path).container
+    assert (container.root, container.torch.version, container.torch.backend) == (
+        "/srv/dflash",
+        "2.12.0",
+        "cpu",
+    )
+    assert resolve(inventory, "one", "101", tmp_path).container.torch.cuda == "13.0"
+    assert inventory.hosts["one"].user == "operator"
+
+
+def test_a_host_is_found_by_its_address_too(tmp_path: Path) -> None:
+    inventory = load(tmp_path, "hosts: {lab: {address: 192.0.2.7, containers: {200: {}}}}")
+    assert resolve(inventory, "192.0.2.7", "200", tmp_path).host_name == "lab"
+
+
+def test_a_plain_address_that_the_inventory_does_not_know_gets_its_defaults(tmp_path: Path) -> None:
+    inventory = load(tmp_path, "defaults: {container: {root: /srv/dflash}}")
+    destination = resolve(inventory, "admin@192.0.2.9", "300", tmp_path)
+    assert (destination.host.address, destination.host.user) == ("192.0.2.9", "admin")
+    assert destination.container.root == "/srv/dflash"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("hosts:\n  a:\n    adress: 1.2.3.4\n", 3, "hosts.a.adress"),
+        ("hosts:\n  a:\n    port: many\n", 3, "hosts.a.port"),
+        ("hosts:\n  a: {}\n  b: {}\n  a: {}\n", 4, "second time"),
+        ("hosts: [a, b]\n", 1, "hosts"),
+        ("- a\n", 1, "mapping"),
+        ("hosts:\n  a: [b\nc: d\n", 3, "not YAML"),
+        ("defaults:\n  container:\n    torch:\n      version: '>=2.11'\n", 4, "exact version"),
+        ("hosts:\n  a:\n    containers:\n      200:\n        root: /\n", 5, "folder of its own"),
+        ("hosts:\n  a:\n    containers:\n      200:\n        root: /opt/../etc\n", 5, "folder of its own"),
+        (
+            "hosts:\n  a:\n    containers:\n      200:\n        gpus: 8\n        targets: 0-4\n",
+            4,
+            "go together",
+        ),
+        (
+            "hosts:\n  a:\n    containers:\n      200:\n        gpus: 4\n        targets: 0-3\n        drafters: 4\n",
+            4,
+            "GPU 4",
+        ),
+        (
+            "hosts:\n  a:\n    containers:\n      200:\n        targets: x\n        drafters: 1\n",
+            5,
+            "range such as 0-4",
+        ),
+    ],
+)
+def test_a_fault_is_named_with_file_and_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        load(tmp_path, text)
+    assert raised.value.message.startswith(f"{tmp_path / 'inventory.yaml'}:{line}: ")
+    assert words in raised.value.message
+    assert raised.value.exit_status == 2
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_an_inventory_or_a_usage_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (folder / "inventory.yaml").write_bytes(text.encode("utf-8", errors="surrogatepass"))
+    with contextlib.suppress(UsageError):
+        load_inventory(folder / "inventory.yaml")
+
+
+@pytest.mark.parametrize(
+    ("host", "container", "words"),
+    [
+        (None, None, "HOST is missing"),
+        ("10.1.2.6", None, "CT is missing"),
+        ("nowhere", "200", "no host 'nowhere'"),
+        ("10.1.2.6", "201", "no container 201"),
+        ("10.1.2.6", "two", "not a container id"),
+        ("10.1.2.6", "-1", "not a container id"),
+    ],
+)
+def test_an_unknown_place_is_refused_with_what_is_known(
+    host: str | None, container: str | None, words: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        resolve(load_inventory(SHIPPED), host, container, SHIPPED)
+    assert words in raised.value.message
+    assert "200" in raised.value.hint or "CT=200" in raised.value.hint
+
+
+def test_a_missing_inventory_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="There is no inventory at"):
+        load_inventory(tmp_path / "none.yaml")
