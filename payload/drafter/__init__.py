@@ -1,0 +1,1 @@
+"""The DFlash drafter: its configuration, masks, model, loss and checkpoint."""

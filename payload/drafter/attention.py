@@ -1,0 +1,46 @@
+"""The one place where attention is computed, and where its kernel is chosen.
+
+- ``flex``: compiled flex_attention with a BlockMask, on CUDA. Uncompiled, flex_attention writes the whole
+  score matrix to memory, so it is never called so.
+- ``dense``: scaled_dot_product_attention with a boolean mask, on every other device: flex_attention has no
+  backward pass on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+Kernel = Literal["flex", "dense"]
+
+_compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def kernel_for(device: torch.device | str) -> Kernel:
+    """The kernel that training uses on this device."""
+    return "flex" if torch.device(device).type == "cuda" else "dense"
+
+
+def kernel_of(mask: Tensor | BlockMask | None) -> Kernel:
+    """The kernel that `attend` runs for this mask."""
+    return "flex" if isinstance(mask, BlockMask) else "dense"
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    """Attention of ``query[B, heads, Q, D]`` over ``key, value[B, kv heads, KV, D]``, scaled by D ** -0.5.
+
+    ``mask`` is a BlockMask, a boolean that broadcasts to [B, heads, Q, KV] (true: may attend), or ``None``
+    (sees all). Heads share keys in groups without copies of them. Returns [B, heads, Q, D].
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if isinstance(mask, BlockMask):
+        # Inside a larger compiled graph the call is traced into it; wrapping it again would break the graph.
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention
+        out = flex(query, key, value, block_mask=mask, enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)

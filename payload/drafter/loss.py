@@ -1,0 +1,241 @@
+"""What a drafted block is trained on, as sums whose ratio does not depend on how a batch was split.
+
+Slot k of a block predicts the token at anchor + k (no shift). Slot 0 is the anchor itself and carries no
+loss. A slot counts while every token from anchor + 1 up to its own is supervised and lies in the anchor's
+document: decoding never uses what a block drafts beyond the end of an answer.
+
+Every loss is a weighted sum over slots, ``loss_sum``, with the sum of its weights, ``weight_sum``. Add both
+over micro-batches and ranks, then divide once: the value and the gradient are those of the whole batch at
+once.
+
+- ``ce``: cross-entropy, weight exp(-(k - 1) / gamma) (DFlash, arXiv 2602.06036).
+- ``dpace``: cross-entropy, weight from how far the block would be accepted (`dpace_weights`; arXiv
+  2605.18810).
+- ``kl``: KL(target || drafter) of the two next-token distributions, weighted as ``ce``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from payload.drafter.anchors import Anchors
+from payload.errors import PayloadError
+
+_GAMMA_BY_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """``gamma`` is the decay length in slots (None: `default_gamma`); ``dpace_alpha`` in (0, 1) floors
+    confidences; ``chunk_rows`` is how many rows of logits exist at once. Raises PayloadError (kind
+    "usage")."""
+
+    kind: Literal["ce", "dpace", "kl"] = "ce"
+    gamma: float | None = None
+    dpace_alpha: float = 0.5
+    chunk_rows: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("ce", "dpace", "kl"):
+            raise PayloadError(f"loss.kind knows no {self.kind!r}", "it is ce, dpace or kl", kind="usage")
+        if self.gamma is not None and not (math.isfinite(self.gamma) and self.gamma > 0):
+            raise PayloadError(f"loss.gamma must be positive, not {self.gamma!r}", kind="usage")
+        if not 0 < self.dpace_alpha < 1:
+            raise PayloadError(
+                f"loss.dpace_alpha must lie between 0 and 1, not {self.dpace_alpha!r}",
+                "0.3 to 0.7 is stable",
+                kind="usage",
+            )
+        if self.chunk_rows < 1:
+            raise PayloadError(f"loss.chunk_rows must be positive, not {self.chunk_rows!r}", kind="usage")
+
+
+class DraftLoss(NamedTuple):
+    """``loss_sum``, ``weight_sum``: scalars; ``correct[G, L]`` bool: the likeliest token is the label."""
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    correct: Tensor
+
+
+def default_gamma(block_size: int) -> float:
+    """The published decay length of a block size (4 of 8, 5 of 10, 7 of 16), and 7/16 of any other."""
+    return _GAMMA_BY_BLOCK_SIZE.get(block_size, 7 * block_size / 16)
+
+
+def block_labels(
+    input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, anchors: Anchors, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Labels [B, A, K] int64 and which of them count, bool [B, A, K].
+
+    Never counted: slot 0, slots of invalid anchors, slots past the row, of another document, unsupervised, or
+    behind an unsupervised one. A label that does not count is some token id of the row.
+    """
+    batch, length = input_ids.shape
+    offsets = torch.arange(block_size, device=input_ids.device)
+    index = anchors.positions[:, :, None] + offsets
+    inside = index < length
+    index = index.clamp(max=length - 1).flatten(1)
+    shape = (batch, anchors.positions.shape[1], block_size)
+
+    labels = input_ids.gather(1, index).view(shape)
+    own_document = document_ids.gather(1, index).view(shape)
+    own_document = own_document == document_ids.gather(1, anchors.positions)[:, :, None]
+    supervised = loss_mask.gather(1, index).view(shape) & own_document & inside
+    # The anchor is a clean token, so a break can only come after it.
+    unbroken = (supervised | (offsets == 0)).long().cumprod(2).bool()
+    return labels, unbroken & (offsets > 0) & anchors.valid[:, :, None]
+
+
+def decay_weights(counted: Tensor, gamma: float) -> Tensor:
+    """exp(-(k - 1) / gamma) in fp32 [..., L] where ``counted[..., L]``, for slots k = 1 .. L; else 0."""
+    distance = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.float32)
+    return torch.exp(-distance / gamma) * counted
+
+
+def dpace_weights(cross_entropy: Tensor, counted: Tensor, alpha: float) -> Tensor:
+    """D-PACE's weights [..., L] of slots 1 .. L, detached: the expected drafts accepted from slot j on.
+
+    With q = exp(-cross_entropy) and s = (1 - alpha) q + alpha, w_j = sum over m >= j of the product of s_1 ..
+    s_m. A slot that does not count is 1 in products and 0 in sums (arXiv 2605.18810).
+    """
+    confidence = (1 - alpha) * torch.exp(-cross_entropy.detach()) + alpha
+    reach = torch.where(counted, confidence, 1.0).cumprod(-1) * counted
+    return reach.flip(-1).cumsum(-1).flip(-1) * counted
+
+
+def slot_weights(cross_entropy: Tensor, counted: Tensor, config: LossConfig, block_size: int) -> Tensor:
+    """The weights [..., L] of slots 1 .. L under this loss."""
+    if config.kind == "dpace":
+        return dpace_weights(cross_entropy, counted, config.dpace_alpha)
+    return decay_weights(counted, config.gamma or default_gamma(block_size)).to(cross_entropy.dtype)
+
+
+def reference_draft_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    config: LossConfig,
+    teacher: Tensor | None = None,
+) -> DraftLoss:
+    """`draft_loss` with all logits at once and autograd's own gradient: what the fast one must equal."""
+    logits = _wide(hidden @ head_weight.detach().T)
+    log_probs = logits.log_softmax(-1)
+    cross_entropy = -log_probs.gather(-1, labels[..., None])[..., 0]
+    weights = slot_weights(cross_entropy, counted, config, block_size=labels.shape[1] + 1)
+    loss = cross_entropy
+    if config.kind == "kl":
+        target = _wide(_required(teacher) @ head_weight.T).log_softmax(-1)
+        loss = (target.exp() * (target - log_probs)).sum(-1)
+    return DraftLoss((weights * loss).sum(), weights.sum(), (logits.argmax(-1) == labels) & counted)
+
+
+def draft_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    config: LossConfig,
+    teacher: Tensor | None = None,
+) -> DraftLoss:
+    """The loss of G blocks at their L = K - 1 drafted slots, with at most ``config.chunk_rows`` rows of
+    logits alive.
+
+    ``hidden[G, L, H]`` of the drafter after its final norm; ``head_weight[V, H]`` of the target, frozen: it
+    gets no gradient; ``labels[G, L]`` int64; ``counted[G, L]`` bool; ``teacher[G, L, H]``, only for ``kl``:
+    the target's normed final hidden states that predict the same tokens. The gradient for ``hidden`` is
+    computed chunk by chunk together with the loss, so that no logits wait for the backward pass.
+    """
+    if config.kind == "kl":
+        _required(teacher)
+    wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
+    outputs = _ChunkedHeadLoss.apply(
+        hidden.to(head_weight.dtype), head_weight, labels, counted, teacher, config, wants_gradient
+    )
+    return DraftLoss(*outputs)
+
+
+class _ChunkedHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        labels: Tensor,
+        counted: Tensor,
+        teacher: Tensor | None,
+        config: LossConfig,
+        wants_gradient: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slots = labels.shape[1]
+        blocks = max(1, config.chunk_rows // slots)  # whole blocks: D-PACE's weights look along a block
+        teachers = [None] * -(-len(hidden) // blocks) if teacher is None else teacher.split(blocks)
+        sums, weight_sums, corrects, gradients = [], [], [], []
+        for h, label, count, t in zip(
+            hidden.split(blocks), labels.split(blocks), counted.split(blocks), teachers, strict=True
+        ):
+            logits = _wide(h @ head_weight.T)
+            log_norm = logits.logsumexp(-1, keepdim=True)
+            cross_entropy = (log_norm - logits.gather(-1, label[..., None]))[..., 0]
+            weights = slot_weights(cross_entropy, count, config, block_size=slots + 1)
+            if config.kind == "kl":
+                target = _wide(_required(t) @ head_weight.T).log_softmax(-1)
+                aim = target.exp()
+                loss = (aim * (target - logits + log_norm)).sum(-1)
+            else:
+                loss = cross_entropy
+            sums.append((weights * loss).sum())
+            weight_sums.append(weights.sum())
+            corrects.append((logits.argmax(-1) == label) & count)
+            if wants_gradient:
+                slope = torch.exp(logits - log_norm)
+                if config.kind == "kl":
+                    slope = slope - aim
+                else:
+                    slope = slope.scatter_add(
+                        -1, label[..., None], -torch.ones_like(cross_entropy)[..., None]
+                    )
+                gradients.append((slope * weights[..., None]).to(h.dtype) @ head_weight)
+        if wants_gradient:
+            ctx.save_for_backward(torch.cat(gradients))
+        weight_sum, correct = torch.stack(weight_sums).sum(), torch.cat(corrects)
+        ctx.mark_non_differentiable(weight_sum, correct)
+        return torch.stack(sums).sum(), weight_sum, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_sum_grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * loss_sum_grad.to(gradient.dtype), *(None,) * 6)
+
+
+def simulated_accepted_length(accepted_by_position: Tensor, count_by_position: Tensor) -> Tensor:
+    """The accepted length that greedy decoding would have on the training text, a scalar on the device.
+
+    1 + sum over k >= 1 of a_k / n_k, with n_k the blocks whose slot k counts and a_k those of them whose
+    slots 1 .. k are all right (`LossOutput`). The 1 is the target's own token after the accepted drafts. It
+    equals the real one where the training text is what the target itself would say.
+    """
+    reached = accepted_by_position[1:] / count_by_position[1:].clamp(min=1)
+    return 1 + reached.sum()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _required(teacher: Tensor | None) -> Tensor:
+    if teacher is None:
+        raise PayloadError(
+            "loss.kind kl needs the target's final hidden states",
+            "compute them with the features",
+            kind="usage",
+        )
+    return teacher

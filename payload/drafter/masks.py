@@ -1,0 +1,119 @@
+"""Who may attend to whom: the rule in a dense form and in flex_attention's form.
+
+A row has A blocks of K slots, block a standing at the index ``anchors.positions[b, a]`` of its row. Queries
+are the A * K slots, block by block. Keys are the row's S context tokens followed by the same A * K slots. A
+query at slot k of block a sees
+
+- context tokens of the anchor's own document at indices strictly below the anchor (the target's feature at
+  the anchor does not exist yet when a block is drafted), in a sliding layer only those within the window of
+  its own position anchor + k;
+- slots j of its own block: all of them, or j <= k where `block_is_causal`; in a sliding layer within the
+  window;
+- nothing else. A block whose anchor is invalid sees no context, only its own slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from payload.drafter.anchors import Anchors
+from payload.drafter.attention import Kernel
+from payload.drafter.config import DrafterConfig, block_is_causal, layer_window
+
+Mask = Tensor | BlockMask
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def build_masks(
+    config: DrafterConfig, anchors: Anchors, document_ids: Tensor, kernel: Kernel
+) -> dict[str, Mask]:
+    """A mask for each layer type that occurs: BlockMask ("flex") or bool [B, 1, A*K, S + A*K] ("dense")."""
+    masks: dict[str, Mask] = {}
+    for kind in config.layer_kinds:
+        causal, window = block_is_causal(kind, config), layer_window(kind, config)
+        if kernel == "flex":
+            masks[kind] = flex_mask(anchors, document_ids, config.block_size, causal, window)
+        else:
+            masks[kind] = allowed(anchors, document_ids, config.block_size, causal, window)[:, None]
+    return masks
+
+
+def allowed(
+    anchors: Anchors, document_ids: Tensor, block_size: int, causal: bool, window: int | None
+) -> Tensor:
+    """The rule as a dense bool [B, A*K, S + A*K]; true where the query may attend to the key."""
+    batch, length = document_ids.shape
+    num_anchors = anchors.positions.shape[1]
+    device = document_ids.device
+
+    block = torch.arange(num_anchors, device=device).repeat_interleave(block_size)
+    slot = torch.arange(block_size, device=device).repeat(num_anchors)
+    anchor = anchors.positions[:, block, None]
+    context = torch.arange(length, device=device)
+    own_document = document_ids.gather(1, anchors.positions)[:, block, None] == document_ids[:, None, :]
+    sees_context = anchors.valid[:, block, None] & own_document & (context < anchor)
+
+    distance = slot[:, None] - slot[None, :]
+    sees_slot = block[:, None] == block[None, :]
+    if causal:
+        sees_slot &= distance >= 0
+    if window is not None:
+        sees_context &= anchor + slot[:, None] - context < window
+        sees_slot &= distance.abs() < window
+    return torch.cat([sees_context, sees_slot.expand(batch, -1, -1)], dim=2)
+
+
+def mask_mod(
+    anchors: Anchors, document_ids: Tensor, block_size: int, causal: bool, window: int | None
+) -> MaskMod:
+    """The rule as flex_attention's predicate over (batch, head, query index, key index).
+
+    Tensors that it closes over become inputs of a compiled graph and integers its constants, so masks of
+    equal shapes share one compilation.
+    """
+    positions, valid = anchors
+    length = document_ids.shape[1]
+    anchor_document = document_ids.gather(1, positions)
+
+    def predicate(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // block_size, query % block_size
+        anchor = positions[batch, block]
+        # Both branches are computed for every key, so a slot's index is brought into the context's range.
+        context = key.clamp(max=length - 1)
+        sees_context = valid[batch, block] & (key < anchor)
+        sees_context = sees_context & (anchor_document[batch, block] == document_ids[batch, context])
+
+        other = key - length
+        distance = slot - other % block_size
+        sees_slot = (key >= length) & (other // block_size == block)
+        if causal:
+            sees_slot = sees_slot & (distance >= 0)
+        if window is not None:
+            sees_context = sees_context & (anchor + slot - key < window)
+            sees_slot = sees_slot & (distance.abs() < window)
+        return sees_context | sees_slot
+
+    return predicate
+
+
+def flex_mask(
+    anchors: Anchors, document_ids: Tensor, block_size: int, causal: bool, window: int | None
+) -> BlockMask:
+    """The rule as a BlockMask of B x (any head) x A*K x (S + A*K)."""
+    batch, length = document_ids.shape
+    queries = anchors.positions.shape[1] * block_size
+    predicate = mask_mod(anchors, document_ids, block_size, causal, window)
+    create = create_block_mask if _builds_eagerly(document_ids.device) else _compiled_create_block_mask
+    return create(predicate, batch, None, queries, length + queries, device=str(document_ids.device))
+
+
+def _builds_eagerly(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.compiler.is_compiling()
+
+
+# Uncompiled, it writes the whole B x Q x KV mask to memory first: gigabytes at training shapes.
+_compiled_create_block_mask = torch.compile(create_block_mask, dynamic=False)
