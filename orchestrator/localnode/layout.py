@@ -1,0 +1,50 @@
+"""Where things lie in a node's state folder. Plain strings: ``pct`` cannot afford to import pathlib.
+
+::
+
+    client_key  known_hosts  inventory.yaml      what the controller is given
+    etc/        host_key  authorized_keys        the SSH server's
+    bin/pct     lib/container-init               launchers
+    home/                                        the home folder of SSH sessions
+    run/        server.json  lock                the running server, and the lock of start and stop
+    log/        server.log
+    containers/ID/  config  rootfs/  inventory.json  lock  init.sock  init.log
+"""
+
+from __future__ import annotations
+
+import os
+
+CLIENT_KEY = "client_key"
+KNOWN_HOSTS = "known_hosts"
+INVENTORY = "inventory.yaml"
+HOST_KEY = "etc/host_key"
+AUTHORIZED_KEYS = "etc/authorized_keys"
+PCT = "bin/pct"
+CONTAINER_INIT = "lib/container-init"
+HOME = "home"
+SERVER_RECORD = "run/server.json"
+NODE_LOCK = "run/lock"
+SERVER_LOG = "log/server.log"
+CONTAINERS = "containers"
+
+CONFIG = "config"
+ROOTFS = "rootfs"
+CONTAINER_LOCK = "lock"
+INIT_SOCKET = "init.sock"
+INIT_LOG = "init.log"
+CONTAINER_INVENTORY = "inventory.json"
+
+
+def container_folder(state: str, container_id: str) -> str:
+    return os.path.join(state, CONTAINERS, container_id)
+
+
+def container_ids(state: str) -> list[str]:
+    """The ids of all containers, in numerical order."""
+    try:
+        names = os.listdir(os.path.join(state, CONTAINERS))
+    except FileNotFoundError:
+        return []
+    known = [name for name in names if os.path.isfile(os.path.join(container_folder(state, name), CONFIG))]
+    return sorted((name for name in known if name.isdigit()), key=int)
