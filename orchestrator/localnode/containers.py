@@ -13,7 +13,6 @@ import time
 from orchestrator.localnode import init, layout
 
 LOCK_TIMEOUT_S = 10.0
-START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = init.STOP_TIMEOUT_S + 5.0
 
 
@@ -38,6 +37,13 @@ def load_config(state: str, container_id: str) -> list[tuple[str, str]]:
         raise Die(f"Configuration file '{path}' does not exist", error.errno or 0) from None
     pairs = [line.partition(":") for line in lines if line.strip() and not line.startswith("#")]
     return [(key.strip(), value.strip()) for key, _, value in pairs]
+
+
+def check_lock(state: str, container_id: str) -> None:
+    """Raise :class:`Die` when the configuration bears a ``lock`` (backup, snapshot, ...)."""
+    held_by = dict(load_config(state, container_id)).get("lock")
+    if held_by:
+        raise Die(f"CT is locked ({held_by})")
 
 
 def why_stopped(state: str, container_id: str) -> int:
@@ -78,30 +84,18 @@ class Lock:
 
 def start(state: str, container_id: str) -> None:
     """Start the container's init and wait until it answers. The caller holds the lock. Raises :class:`Die`."""
-    import subprocess  # slow to import, and only start needs it
+    from orchestrator.localnode import detach  # imports subprocess, which is slow, and only start needs it
 
     folder = layout.container_folder(state, container_id)
-    ready_read, ready_write = os.pipe()
-    try:
-        with open(os.path.join(folder, layout.INIT_LOG), "ab") as log:
-            launched = subprocess.Popen(
-                [os.path.join(state, layout.CONTAINER_INIT), container_id, str(ready_write)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
-                start_new_session=True,
-                pass_fds=(ready_write,),
-            )
-        os.close(ready_write)
-        launched.wait(START_TIMEOUT_S)
-        os.read(ready_read, 1)  # returns at the end of the pipe: init answers, or is gone
-    finally:
-        os.close(ready_read)
-    if why_stopped(state, container_id):
-        raise Die(
-            f"startup for container '{container_id}' failed: see {os.path.join(folder, layout.INIT_LOG)}"
-        )
+    log = os.path.join(folder, layout.INIT_LOG)
+    ready = detach.launch(
+        [os.path.join(state, layout.CONTAINER_INIT), container_id],
+        environment={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
+        cwd=folder,
+        log=log,
+    )
+    if not ready:
+        raise Die(f"startup for container '{container_id}' failed: see {log}")
 
 
 def stop(state: str, container_id: str) -> None:

@@ -87,7 +87,7 @@ def _configuration_files(environment: Mapping[str, str], prefix: Path) -> Iterat
             yield Path(folder, "pip", "pip.conf")
     yield Path("/etc/pip.conf")
     if not (chosen and Path(chosen).exists()):
-        home = Path(environment.get("HOME", "") or Path.home())
+        home = _home(environment)
         yield home / ".pip" / "pip.conf"
         yield Path(environment.get("XDG_CONFIG_HOME", "") or home / ".config") / "pip" / "pip.conf"
     yield prefix / "pip.conf"
@@ -115,8 +115,12 @@ def _absolute_link(link: str, environment: Mapping[str, str]) -> str:
     if "://" in link:
         return link
     if link.startswith("~/"):
-        return str(Path(environment.get("HOME", "") or Path.home(), link[2:]))
+        return str(_home(environment) / link[2:])
     return str(Path(link).absolute())
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("HOME", "") or os.path.expanduser("~"))
 
 
 def _certificate(settings: Mapping[str, str], environment: Mapping[str, str]) -> str | None:

@@ -63,12 +63,13 @@ def send(connection: socket.socket, kind: bytes, body: bytes = b"", fds: tuple[i
 
 
 def main(state: str, container_id: str, ready_fd: int) -> None:
-    """Run the container ``container_id`` until it is stopped. ``ready_fd`` is closed once it answers."""
+    """Run the container ``container_id`` until it is stopped. ``ready_fd`` gets a line once it answers."""
     process.daemonize()
     folder = layout.container_folder(state, container_id)
     _become_subreaper()
     listener = _listen(folder)
     os.chdir(os.path.join(folder, layout.ROOTFS))
+    os.write(ready_fd, b"ready\n")
     os.close(ready_fd)
     _serve(listener, os.path.join(folder, layout.ROOTFS))
     os.unlink(os.path.join(folder, layout.INIT_SOCKET))

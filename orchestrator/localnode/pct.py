@@ -154,6 +154,7 @@ def _start(state: str, words: list[str]) -> int:
     (container_id,) = _arguments(options.parse(words)[0], 1, 1)
     containers.load_config(state, container_id)
     with containers.Lock(state, container_id):
+        containers.check_lock(state, container_id)
         if not containers.why_stopped(state, container_id):
             raise containers.Die(f"CT {container_id} already running")
         containers.start(state, container_id)
@@ -164,6 +165,7 @@ def _stop(state: str, words: list[str]) -> int:
     (container_id,) = _arguments(options.parse(words)[0], 1, 1)
     containers.load_config(state, container_id)
     with containers.Lock(state, container_id):
+        containers.check_lock(state, container_id)
         if containers.why_stopped(state, container_id):
             raise containers.Die(f"CT {container_id} not running")
         containers.stop(state, container_id)

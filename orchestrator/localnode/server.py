@@ -39,14 +39,14 @@ class ServerOptions:
     shell: str = "/bin/sh"
 
 
+@dataclass
 class _Server:
     """What all connections share."""
 
-    def __init__(self, state: Path, options: ServerOptions) -> None:
-        self.state = state
-        self.options = options
-        self.user = user_name()
-        self.startups = 0
+    state: Path
+    options: ServerOptions
+    user: str
+    startups: int = 0
 
 
 class _ConnectionHandler(asyncssh.SSHServer):
@@ -130,7 +130,7 @@ async def serve(state: Path, options: ServerOptions, preferred_port: int, ready_
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    server = _Server(state, options)
+    server = _Server(state, options, user_name())
     listener = await _listen(server, preferred_port)
     front = await delayed(ADDRESS, listener.get_port(), options.latency_s) if options.latency_s else None
     port = front.port if front else listener.get_port()
