@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import signal
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Callable, Dict, Iterable, List, Optional, Set
 
 _PROC = Path("/proc")
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 _KILL_DEADLINE_S = 10.0
@@ -145,7 +143,7 @@ class Ended:
 
 
 def end(find: Callable[[], Iterable[ProcessId]], grace_s: float) -> Ended:
-    """End every process that ``find`` returns: TERM, ``grace_s`` of patience, then KILL until none is found."""
+    """End every process that ``find`` returns: TERM, ``grace_s`` seconds, then KILL until none is found."""
     seen: Set[ProcessId] = set()
     deadline = time.monotonic() + grace_s
     while True:
@@ -172,23 +170,16 @@ def end(find: Callable[[], Iterable[ProcessId]], grace_s: float) -> Ended:
 
 def become_subreaper() -> None:
     """Adopt every orphan below this process, so that none leaves its tree (prctl(2))."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Imported here: most verbs need none of it.
+    import ctypes
 
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies; kept across exec (prctl(2))."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}) failed: {os.strerror(number)}")
+        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
 
 
 def _pids() -> List[int]:
-    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
 
 
 def _stat(pid: int) -> Optional[_Stat]:

@@ -1,7 +1,7 @@
 """The agent protocol, container side: one JSON request in, JSON lines out, one final line.
 
 stdin carries one line: ``{"protocol": 1, "nonce": N, "root": "/opt/dflash", ...fields}``. stdout carries
-events, then exactly one ``{"nonce": N, "result": {...}}`` or ``{"nonce": N, "error": {kind, message, hint}}``.
+events, then exactly one final line: ``{"nonce": N, "result": {...}}``, or an ``error`` of kind, message, hint.
 The caller takes a missing final line for a failed transport, whatever the exit status was.
 
 A module that runs in a venv answers the same protocol::
@@ -17,6 +17,7 @@ A module that runs in a venv answers the same protocol::
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import json
 import os
@@ -57,7 +58,7 @@ class Request:
         return value
 
     def get(self, name: str, kind: Type[T]) -> Optional[T]:
-        """The field ``name``, or None when it is missing or null. An int is accepted where a float is asked."""
+        """The field ``name``, or None when it is missing or null. An int will do where a float is asked."""
         value = self.fields.get(name)
         if value is None:
             return None
@@ -123,7 +124,7 @@ Handler = Callable[[Request, Events], Json]
 
 
 def protect_stdout() -> int:
-    """Move the protocol away from fd 1, and let fd 1 be stderr, so that no library can write into the protocol.
+    """Move the protocol away from fd 1 and let fd 1 be stderr, so that no library can write into it.
 
     Returns the descriptor to write the protocol to. It is not inherited by child processes.
     """
@@ -216,8 +217,6 @@ def from_os_error(error: OSError) -> PayloadError:
 
 def _refuse(events: Events, error: PayloadError) -> int:
     body = {"kind": error.kind, "message": error.message, "hint": error.hint}
-    try:
+    with contextlib.suppress(CallerGone):
         events.send({"error": body})
-    except CallerGone:
-        pass
     return 1

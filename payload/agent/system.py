@@ -41,7 +41,8 @@ def gpus() -> List[Json]:
     found = []
     for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
         if len(row) == len(_GPU_FIELDS):
-            found.append({name: _value(name, text) for name, text in zip(_GPU_FIELDS, row)})
+            texts = dict(zip(_GPU_FIELDS, row))  # noqa: B905 - the lengths are equal, and Python 3.9 has no strict
+            found.append({name: _value(name, text) for name, text in texts.items()})
     return found
 
 

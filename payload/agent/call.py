@@ -1,0 +1,73 @@
+"""Verb ``call``: run a module of the payload in a venv and pass on what it answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from payload.agent.child import run_child
+from payload.agent.environment import checked_environment, venv_environment
+from payload.agent.layout import Layout, checked_module
+from payload.agent.protocol import PROTOCOL, Events, Json, Request
+from payload.errors import PayloadError
+
+_KINDS = {"usage", "failed", "refused", "busy"}
+
+
+def call(request: Request, events: Events) -> Json:
+    """Verb: give ``request`` to ``python -m <module>`` in the venv; relay its events; return its result.
+
+    Its error becomes this verb's error. Raises PayloadError when it ends without a final line or not within
+    ``timeout_s``.
+    """
+    layout = Layout.at(request.root)
+    module = checked_module(request.need("module", str))
+    venv, release = request.need("venv", str), request.need("release", str)
+    timeout_s = request.get("timeout_s", float)
+    environment = venv_environment(layout, venv, release, request.get("cache", str))
+    environment.update(checked_environment(request.get("env", dict) or {}))
+    python = layout.venv(venv) / "bin" / "python"
+    if not python.exists():
+        raise PayloadError(f"venv {venv} is not in this container", "Run `venv`.", kind="refused")
+    if not layout.release(release).is_dir():
+        raise PayloadError(f"release {release} is not in this container", "Run `deploy`.", kind="refused")
+    envelope = {"protocol": PROTOCOL, "nonce": request.nonce, "root": request.root}
+    line = json.dumps({**(request.get("request", dict) or {}), **envelope}).encode("ascii") + b"\n"
+    final: Json = {}
+
+    def relay(output: bytes) -> None:
+        try:
+            message = json.loads(output)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or message.get("nonce") != request.nonce or final:
+            sys.stderr.write(output.decode("utf-8", "replace"))
+        elif "event" in message:
+            events.send(message)
+        elif isinstance(message.get("result"), dict) or isinstance(message.get("error"), dict):
+            final.update(message)
+
+    outcome = run_child(
+        [str(python), "-m", module],
+        environment=environment,
+        folder=layout.root,
+        request=line,
+        on_stdout=relay,
+        on_stderr=_to_stderr,
+        timeout_s=timeout_s,
+    )
+    tail = "\n".join(outcome.stderr_tail)
+    if outcome.timed_out:
+        raise PayloadError(f"{module} did not end within {timeout_s:.0f} s and was stopped", tail)
+    if "result" in final:
+        result: Json = final["result"]
+        return result
+    if "error" in final:
+        error = final["error"]
+        kind = error.get("kind") if error.get("kind") in _KINDS else "failed"
+        raise PayloadError(str(error.get("message", "")), str(error.get("hint", "")), kind=str(kind))
+    raise PayloadError(f"{module} ended with exit status {outcome.returncode} and no answer", tail)
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

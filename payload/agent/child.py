@@ -1,0 +1,120 @@
+"""A program that the agent runs and waits for: its lines as they come, its end in time, nothing left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Callable, Deque, List, Mapping, Optional
+
+from payload.agent.processes import become_subreaper, descendants, end
+from payload.errors import PayloadError
+
+_LEASH = Path(__file__).resolve().with_name("leash.py")
+_TAIL_LINES = 20
+_END_GRACE_S = 2.0
+# One line of a hostile or broken program must not fill the agent's memory.
+_MAX_LINE_BYTES = 16 * 1024 * 1024
+
+
+@dataclass
+class Outcome:
+    """How a child ended. ``returncode`` is as in subprocess; ``stderr_tail`` its last lines on stderr."""
+
+    returncode: int = 0
+    timed_out: bool = False
+    stderr_tail: Deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+
+
+def run_child(
+    argv: List[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    request: bytes = b"",
+    on_stdout: Callable[[bytes], None],
+    on_stderr: Callable[[str], None],
+    timeout_s: Optional[float],
+) -> Outcome:
+    """Run ``argv`` (a program by absolute path) in ``folder`` with exactly ``environment``, and wait for its end.
+
+    ``request`` is its stdin. Its lines go to ``on_stdout`` (bytes with the newline) and ``on_stderr`` (text).
+    When it ends, or after ``timeout_s``, or when the caller is gone, its whole tree is ended, reparented processes
+    included; should the agent be killed, the kernel kills the program. Raises PayloadError when it cannot be run.
+    """
+    become_subreaper()
+    command = [sys.executable, "-I", str(_LEASH), str(os.getpid()), *argv]
+    outcome = Outcome()
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        cwd=folder,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stdin = process.stdin
+
+    def feed() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(request)
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
+
+    def keep_stderr(line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip()
+        if text:
+            outcome.stderr_tail.append(text)
+            on_stderr(text)
+
+    failures: List[BaseException] = []
+    threads = [
+        threading.Thread(target=feed, daemon=True),
+        _reader(process.stdout, on_stdout, failures),
+        _reader(process.stderr, keep_stderr, failures),
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while process.poll() is None and not failures:
+            if deadline is not None and time.monotonic() >= deadline:
+                outcome.timed_out = True
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+    finally:
+        end(lambda: descendants(os.getpid()), _END_GRACE_S)
+        process.wait()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    outcome.returncode = process.returncode
+    if outcome.returncode == 127 and outcome.stderr_tail:
+        raise PayloadError(outcome.stderr_tail[-1])
+    return outcome
+
+
+def _reader(
+    stream: IO[bytes], handle: Callable[[bytes], None], failures: List[BaseException]
+) -> threading.Thread:
+    def read() -> None:
+        try:
+            with stream:
+                while line := stream.readline(_MAX_LINE_BYTES):
+                    handle(line)
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            failures.append(error)
+
+    return threading.Thread(target=read, daemon=True)

@@ -1,0 +1,119 @@
+"""Verb ``facts``: what this container is, for whoever decides whether a run can start here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import List, Optional
+
+from payload.agent.layout import Layout
+from payload.agent.processes import boot_id
+from payload.agent.protocol import Events, Json, Request
+from payload.agent.status import disk
+from payload.agent.system import gpu_holders, gpus, has_systemd, nvidia_smi_answers
+
+_COMPILER_TIMEOUT_S = 10.0
+
+
+def facts(request: Request, events: Events) -> Json:
+    """Verb: facts as they are found; null where something cannot be told. Needs no root and changes nothing."""
+    layout = Layout.at(request.root)
+    root = layout.root
+    while not root.exists():
+        root = root.parent
+    return {
+        "python": {"version": platform.python_version(), "path": sys.executable},
+        "python_h": str(_python_h()) if _python_h().is_file() else None,
+        "compilers": {name: _version_line(name) for name in ("gcc", "g++", "cc", "clang")},
+        "disk": disk(root),
+        "shm": disk(Path("/dev/shm")),
+        "memory": _memory(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": gpus(),
+        "gpu_holders": sorted(gpu_holders()),
+        "nvidia_smi": nvidia_smi_answers() if shutil.which("nvidia-smi") else None,
+        "nvidia_nodes": _nvidia_nodes(),
+        "driver": _driver(),
+        "boot_id": boot_id(),
+        "systemd": has_systemd(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "distribution": _distribution(),
+        "uid": os.getuid(),
+        "time": time.time(),
+    }
+
+
+def _python_h() -> Path:
+    return Path(sysconfig.get_paths()["include"]) / "Python.h"
+
+
+def _version_line(program: str) -> Optional[str]:
+    path = shutil.which(program)
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_COMPILER_TIMEOUT_S,
+            check=True,
+        )
+        lines = done.stdout.decode("utf-8", "replace").splitlines()
+        return lines[0] if lines else None
+    return None
+
+
+def _memory() -> Json:
+    """Bytes of memory: the machine's, and the container's limit (cgroup v2) where there is one."""
+    found: Json = {"total_bytes": None, "available_bytes": None, "limit_bytes": None}
+    with contextlib.suppress(OSError):
+        text = Path("/proc/meminfo").read_text()
+        for name, key in (("MemTotal", "total_bytes"), ("MemAvailable", "available_bytes")):
+            line = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+            if line:
+                found[key] = int(line.group(1)) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        found["limit_bytes"] = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    return found
+
+
+def _nvidia_nodes() -> List[Json]:
+    """Every /dev/nvidia* node: its device number, and whether this user may open it."""
+    nodes = []
+    for path in sorted([*Path("/dev").glob("nvidia*"), *Path("/dev").glob("nvidia-caps/*")]):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if stat.S_ISCHR(status.st_mode):
+                device = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+                usable = os.access(path, os.R_OK | os.W_OK)
+                nodes.append({"path": str(path), "device": device, "usable": usable})
+    return nodes
+
+
+def _driver() -> Optional[str]:
+    """The version of the loaded NVIDIA kernel driver, or None."""
+    with contextlib.suppress(OSError):
+        found = re.search(
+            r"Module\S*\s+.*?(\d+\.\d+(?:\.\d+)?)", Path("/proc/driver/nvidia/version").read_text()
+        )
+        return found.group(1) if found else None
+    return None
+
+
+def _distribution() -> Optional[str]:
+    with contextlib.suppress(OSError):
+        found = re.search(r'^PRETTY_NAME="?([^"\n]*)', Path("/etc/os-release").read_text(), re.MULTILINE)
+        return found.group(1) if found else None
+    return None

@@ -1,0 +1,70 @@
+"""Verb ``prune``: remove releases, venvs and uploads that nothing needs any more."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Iterator, List, Set
+
+from payload.agent import durable, state
+from payload.agent.layout import Layout, active_name
+from payload.agent.locks import hold
+from payload.agent.protocol import Events, Json, Request
+from payload.errors import PayloadError
+
+# A younger upload may still be on its way.
+_UPLOAD_AGE_S = 3600.0
+_DEFAULT_KEEP = 2
+
+
+def prune(request: Request, events: Events) -> Json:
+    """Verb: keep what is in use, what any run pins, and the newest ``keep`` of releases and of venvs.
+
+    Runs and compile caches are never removed. Raises PayloadError of kind ``busy`` while a release or a venv is
+    being made or a run is being started.
+    """
+    layout = Layout.at(request.root)
+    keep = request.get("keep", int)
+    keep = _DEFAULT_KEEP if keep is None else keep
+    if keep < 0:
+        raise PayloadError(f"the request's keep is negative: {keep}", kind="usage")
+    holder = request.get("holder", str) or ""
+    removed = []
+    with contextlib.ExitStack() as locks:
+        for name in ("deploy", "venv", "jobs"):
+            locks.enter_context(hold(layout, name, "prune", holder))
+        own = Path(__file__).resolve().parents[2].name
+        pinned = _pinned(layout)
+        for folder, link in ((layout.releases, layout.current), (layout.venvs, layout.venv_link)):
+            needed = pinned | {own, active_name(link) or ""}
+            for path in [*durable.leftovers(folder), *_surplus(folder, needed, keep), *_old_uploads(layout)]:
+                events.progress(f"removing {path.relative_to(layout.root)}")
+                durable.remove(path)
+                removed.append(path.relative_to(layout.root).as_posix())
+    return {"removed": removed}
+
+
+def _pinned(layout: Layout) -> Set[str]:
+    """The releases and venvs that runs name."""
+    names: Set[str] = set()
+    for run_id in state.run_ids(layout):
+        # A run whose spec cannot be read pins something unknown: then this raises, and nothing is removed.
+        spec = durable.read_json(layout.run(run_id) / state.SPEC_FILE)
+        names.update(str(spec[name]) for name in ("release", "venv") if spec.get(name))
+    return names
+
+
+def _surplus(folder: Path, needed: Set[str], keep: int) -> List[Path]:
+    if not folder.is_dir():
+        return []
+    entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    entries.sort(key=lambda entry: entry.lstat().st_mtime, reverse=True)
+    return [entry for entry in entries[keep:] if entry.name not in needed]
+
+
+def _old_uploads(layout: Layout) -> Iterator[Path]:
+    if layout.incoming.is_dir():
+        for entry in layout.incoming.iterdir():
+            if time.time() - entry.lstat().st_mtime > _UPLOAD_AGE_S:
+                yield entry

@@ -1,0 +1,108 @@
+"""Verb ``status``: the runs of this container and what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import List, Optional
+
+from payload.agent import durable, state
+from payload.agent.layout import Layout, active_name
+from payload.agent.protocol import Events, Json, Request
+from payload.agent.system import gpus
+from payload.errors import PayloadError
+
+_METRICS_TAIL_BYTES = 64 * 1024
+# Counting a large cache must not make a status slow.
+_COUNT_DEADLINE_S = 1.0
+
+
+def status(request: Request, events: Events) -> Json:
+    """Verb: one run (``run_id``) or all, newest first; the release and venv in use; caches, disk, GPUs."""
+    layout = Layout.at(request.root)
+    run_id = request.get("run_id", str)
+    wanted = [state.resolve(layout, run_id)] if run_id is not None else state.run_ids(layout)[::-1]
+    return {
+        "runs": [_describe(layout, name) for name in wanted],
+        "release": active_name(layout.current),
+        "venv": active_name(layout.venv_link),
+        "caches": _caches(layout),
+        "disk": disk(layout.root),
+        "gpus": gpus(),
+    }
+
+
+def disk(folder: Path) -> Optional[Json]:
+    """Bytes of the file system that holds ``folder``; None when it is not there."""
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(folder)
+        return {"total_bytes": usage.total, "used_bytes": usage.used, "free_bytes": usage.free}
+    return None
+
+
+def _describe(layout: Layout, run_id: str) -> Json:
+    run_dir = layout.run(run_id)
+    try:
+        run = state.current(layout, run_id)
+        spec = durable.read_json(run_dir / state.SPEC_FILE)
+    except (OSError, PayloadError) as error:
+        return {"run_id": run_id, "state": "failed", "reason": f"cannot be read: {error}"}
+    return {
+        "run_id": run_id,
+        "state": run.state,
+        "created_at": run.created_at,
+        "started_at": run.started_at,
+        "ended_at": run.ended_at,
+        "exit_code": run.exit_code,
+        "pid": run.job.pid if run.job is not None else None,
+        "reason": run.reason,
+        "hint": run.hint,
+        "release": spec.get("release"),
+        "venv": spec.get("venv"),
+        "cache": spec.get("cache"),
+        "last_metrics": _last_metrics(run_dir / state.METRICS_FILE),
+        "log_bytes": _size(run_dir / state.OUTPUT_FILE),
+    }
+
+
+def _last_metrics(path: Path) -> Optional[Json]:
+    """The last whole line of metrics that can be read, or None."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _METRICS_TAIL_BYTES))
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with contextlib.suppress(ValueError):
+                metrics = json.loads(line)
+                if isinstance(metrics, dict):
+                    return metrics
+    return None
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _caches(layout: Layout) -> List[Json]:
+    deadline = time.monotonic() + _COUNT_DEADLINE_S
+    if not layout.caches.is_dir():
+        return []
+    entries = sorted(entry for entry in layout.caches.iterdir() if entry.is_dir())
+    return [{"name": entry.name, "bytes": _tree_bytes(entry, deadline)} for entry in entries]
+
+
+def _tree_bytes(folder: Path, deadline: float) -> Optional[int]:
+    """The bytes of all files below ``folder``; None when counting takes longer than ``deadline`` allows."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        if time.monotonic() > deadline:
+            return None
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(parent) / name).lstat().st_size
+    return total
