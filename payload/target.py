@@ -1,0 +1,271 @@
+"""The frozen target model: token ids to context features, embeddings, output head, and cached decoding steps.
+
+A feature of layer i is the raw output of that layer (the residual stream), for every layer, the last one too.
+Of transformers' ``output_hidden_states`` it is entry i + 1, except for the last layer, where that entry has
+the final norm applied and the feature has not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from payload.errors import PayloadError
+from payload.recipe import TargetSpec
+
+SUPPORTED_FAMILIES = {
+    "qwen3": "Qwen3",
+    "qwen2": "Qwen2 and Qwen2.5",
+    "llama": "Llama, SmolLM and SmolLM2",
+}
+
+
+class CachedStep(NamedTuple):
+    """``logits[B, T, V]`` or of the last token only [B, 1, V]; ``features[B, T, n*H]`` of the tokens given."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class Target:
+    """A causal language model of a supported family, frozen and in evaluation mode.
+
+    ``model`` is the transformers model. Raises PayloadError (kind "refused") for any other family.
+    """
+
+    def __init__(self, model: Any) -> None:
+        _check_family(model.config.model_type)
+        self.model = model.eval().requires_grad_(False)
+        if self.config._attn_implementation != "sdpa":
+            # Masks are given as booleans, which the eager implementation does not read.
+            self.model.set_attn_implementation("sdpa")
+        self._takes_cache_as = (
+            "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        )
+
+    @classmethod
+    def load(cls, spec: TargetSpec, device: torch.device | str = "cpu") -> Target:
+        """The model that ``spec`` names: a folder, a hub id, or a GGUF file in either.
+
+        Raises PayloadError when it cannot be found or read, lacks weights, or is of no supported family.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        name, options = _source(spec)
+        dtype = spec.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
+        try:
+            config = AutoConfig.from_pretrained(name, **options)
+            _check_family(config.model_type)
+            if spec.random_weights:
+                with torch.device(device):
+                    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+                return cls(model)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **options
+            )
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+            raise PayloadError(
+                f"the target {spec.model} could not be loaded: {_first_line(error)}",
+                "give a folder with config.json and weights (or gguf_file), or a hub name that can be reached",
+            ) from error
+        if missing := sorted(report["missing_keys"]):
+            raise PayloadError(
+                f"the target {spec.model} lacks {len(missing)} weights, {missing[0]} first",
+                "the folder is incomplete or holds another architecture than its config.json says",
+            )
+        return cls(model.to(device))
+
+    @property
+    def config(self) -> Any:
+        """transformers' config of the model."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_weight.dtype
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, H]."""
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]; with tied embeddings the same tensor as `embedding_weight`."""
+        weight = self.model.get_output_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @torch.no_grad()
+    def features(
+        self,
+        input_ids: Tensor,
+        layer_ids: Sequence[int],
+        *,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs of the layers ``layer_ids``, side by side, [B, S, n*H]; nothing beyond the deepest one is
+        run.
+
+        ``input_ids[B, S]``; ``position_ids[B, S]``, by default 0 .. S-1. With ``document_ids[B, S]`` a token
+        sees earlier tokens of its own document alone, padding (-1) counting as one more document; without,
+        all earlier tokens of its row, which is right for rows of one document padded on the right.
+        """
+        states = self._layer_outputs(input_ids, max(layer_ids) + 1, document_ids, position_ids)
+        wanted = set(layer_ids)
+        kept = {index: hidden for index, hidden in enumerate(states) if index in wanted}
+        return torch.cat([kept[index] for index in layer_ids], dim=-1)
+
+    @torch.no_grad()
+    def features_and_final(
+        self,
+        input_ids: Tensor,
+        layer_ids: Sequence[int],
+        *,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`features`, and the last norm's output [B, S, H], which the head turns into logits."""
+        depth = len(self.model.model.layers)
+        states = list(self._layer_outputs(input_ids, depth, document_ids, position_ids))
+        features = torch.cat([states[index] for index in layer_ids], dim=-1)
+        final = self.model.model.norm(states[-1])
+        assert isinstance(final, Tensor)
+        return features, final
+
+    def new_cache(self) -> Any:
+        """An empty key/value cache that keeps every token: the newest can be taken back."""
+        from transformers import DynamicCache
+
+        return DynamicCache()
+
+    @torch.no_grad()
+    def step(
+        self, input_ids: Tensor, cache: Any, layer_ids: Sequence[int] = (), last_logits_only: bool = False
+    ) -> CachedStep:
+        """Runs ``input_ids[B, T]``, which follow what ``cache`` holds, through the whole model, and caches them."""
+        past = cache.get_seq_length()
+        positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
+        with self._captured(layer_ids) as captured:
+            output = self.model.model(
+                input_ids=input_ids,
+                position_ids=positions.expand(input_ids.shape[0], -1),
+                use_cache=True,
+                **{self._takes_cache_as: cache},
+            )
+        hidden = output.last_hidden_state
+        logits = self.model.lm_head(hidden[:, -1:] if last_logits_only else hidden)
+        features = (
+            torch.cat([captured[index] for index in layer_ids], dim=-1) if layer_ids else hidden[..., :0]
+        )
+        return CachedStep(logits, features)
+
+    @contextmanager
+    def _captured(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Fills a dictionary with the outputs of these layers while the model runs."""
+        captured: dict[int, Tensor] = {}
+
+        def keep(index: int) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                captured[index] = output
+
+            return hook
+
+        layers = self.model.model.layers
+        handles = [layers[index].register_forward_hook(keep(index)) for index in layer_ids]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _layer_outputs(
+        self, input_ids: Tensor, depth: int, document_ids: Tensor | None, position_ids: Tensor | None
+    ) -> Iterator[Tensor]:
+        """The outputs of the first ``depth`` layers, [B, S, H] each, in turn."""
+        base = self.model.model
+        if not 0 < depth <= len(base.layers):
+            raise PayloadError(
+                f"the target has {len(base.layers)} layers, and layer {depth - 1} was asked for",
+                "layers count from 0",
+                kind="usage",
+            )
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        masks: dict[int | None, Tensor | None] = {}
+        for window in {self._window(index) for index in range(depth)}:
+            masks[window] = document_mask(input_ids, document_ids, window)
+        hidden = base.embed_tokens(input_ids)
+        rotary = base.rotary_emb(hidden, position_ids)
+        for index, layer in enumerate(base.layers[:depth]):
+            hidden = layer(
+                hidden,
+                attention_mask=masks[self._window(index)],
+                position_ids=position_ids,
+                position_embeddings=rotary,
+            )
+            yield hidden
+
+    def _window(self, layer: int) -> int | None:
+        types = getattr(self.config, "layer_types", None)
+        sliding = types is not None and types[layer] == "sliding_attention"
+        return int(self.config.sliding_window) if sliding else None
+
+
+def document_mask(input_ids: Tensor, document_ids: Tensor | None, window: int | None) -> Tensor | None:
+    """Who sees whom in the target, bool [B or 1, 1, S, S]; ``None`` where plain causal attention is all there
+    is.
+
+    ``window`` is how many tokens a sliding layer reaches back, the query's own counted.
+    """
+    if document_ids is None and (window is None or window >= input_ids.shape[1]):
+        return None
+    index = torch.arange(input_ids.shape[1], device=input_ids.device)
+    distance = index[:, None] - index[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if document_ids is None:
+        return visible[None, None]
+    return (visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None]
+
+
+def _source(spec: TargetSpec) -> tuple[str, dict[str, Any]]:
+    options: dict[str, Any] = {}
+    if spec.trust_remote_code:
+        options["trust_remote_code"] = True
+    folder = Path(spec.model).expanduser()
+    if spec.gguf_file is not None:
+        options["gguf_file"] = spec.gguf_file
+        if folder.is_dir() and not (folder / spec.gguf_file).is_file():
+            raise PayloadError(f"the target's folder {folder} holds no {spec.gguf_file}", kind="usage")
+    if folder.is_dir():
+        return str(folder), options
+    if spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1:
+        raise PayloadError(f"the target's folder {spec.model} does not exist", kind="usage")
+    return spec.model, options
+
+
+def _check_family(model_type: str) -> None:
+    if model_type not in SUPPORTED_FAMILIES:
+        supported = "; ".join(f"{name} ({kind})" for kind, name in SUPPORTED_FAMILIES.items())
+        raise PayloadError(
+            f"targets of type {model_type} are not supported", f"supported: {supported}", kind="refused"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
