@@ -27,7 +27,7 @@ SUPPORTED_FAMILIES = {
 
 
 class CachedStep(NamedTuple):
-    """``logits[B, T, V]`` or of the last token only [B, 1, V]; ``features[B, T, n*H]`` of the tokens given."""
+    """``logits[B, T, V]``, or [B, 1, V] of the last token alone; ``features[B, T, n*H]`` of all tokens."""
 
     logits: Tensor
     features: Tensor
