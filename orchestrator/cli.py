@@ -102,7 +102,7 @@ def venv(
     """Build the pinned venv beside the old one, verify it, and switch to it. The compile cache stays."""
     console = Console()
     with _container(console, host, ct, inventory) as container:
-        agent = _deployed_agent(container, console)
+        agent = Agent.of_release(container, _deployed(container, console))
         with console.step("venv") as report:
             built = build_venv(container, agent, report, wheelhouse=wheelhouse, force=force)
             report.outcome = (
@@ -126,7 +126,8 @@ def warmup(
     console = Console()
     with _container(console, host, ct, inventory) as container:
         resolved = resolve_recipe(container.settings, recipe, override or ())
-        agent = _deployed_agent(container, console)
+        release = _deployed(container, console)
+        agent = Agent.of_release(container, release)
         with console.step("venv") as report:
             built = build_venv(container, agent, report)
             report.outcome = f"venv {built.venv}"
@@ -252,7 +253,7 @@ def probe(
     """Show what the container, its torch and its flex_attention really are."""
     console = Console()
     with _container(console, host, ct, inventory) as container, console.step("probe") as report:
-        found = probe_container(_deployed_agent(container, console), report)
+        found = probe_container(Agent.of_release(container, _deployed(container, console)), report)
         report.outcome = str(container)
     if as_json:
         console.json(found)
@@ -267,16 +268,13 @@ def demo(state: StateOption = DEFAULT_NODE) -> None:
 
 
 @node_app.command("start")
-def node_start(
-    state: StateOption = DEFAULT_NODE,
-    ct: Annotated[str, typer.Option("--ct", help="The container that it holds.")] = demo_module.CONTAINER_ID,
-) -> None:
+def node_start(state: StateOption = DEFAULT_NODE) -> None:
     """Start the embedded node and leave it running; prints how to use it."""
     console = Console()
     with console.step("node") as report:
-        info = demo_module.start_node(state, ct)
-        report.outcome = f"{info.address}:{info.port}, container {ct}"
-    console.line(f"Use it: make status HOST=local CT={ct} INVENTORY={info.inventory}")
+        info = node.start(state)
+        report.outcome = f"{info.address}:{info.port}, container {info.containers[0]}"
+    console.line(f"Use it: make status HOST=local CT={info.containers[0]} INVENTORY={info.inventory}")
 
 
 @node_app.command("stop")
@@ -329,12 +327,12 @@ def _container(console: Console, host: str | None, ct: str | None, inventory: Pa
         yield Container(connection, destination)
 
 
-def _deployed_agent(container: Container, console: Console) -> Agent:
-    """The agent of the desk's own release, deployed when it is missing."""
+def _deployed(container: Container, console: Console) -> str:
+    """The desk's own release, deployed when it is missing."""
     with console.step("deploy") as report:
         deployed = deploy_release(container, report)
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
-    return Agent.of_release(container, deployed.release)
+    return deployed.release
 
 
 def _follow(

@@ -96,16 +96,10 @@ class Connection:
         """
         command = quote(argv)
         channel = self._open_channel()
-        stop_writer = threading.Event()
+        sender = _StdinSender(channel, stdin)
         try:
             channel.exec_command(command)
-            writer = threading.Thread(
-                target=_write_stdin,
-                args=(channel, stdin, stop_writer),
-                name=f"stdin to {self.name}",
-                daemon=True,
-            )
-            writer.start()
+            threading.Thread(target=sender.run, name=f"stdin to {self.name}", daemon=True).start()
             stdout, stderr = self._read(channel, on_stdout, timeout_s, idle_timeout_s)
             status = channel.recv_exit_status() if channel.status_event.wait(SILENT_PEER_S) else -1
         except (paramiko.SSHException, EOFError, OSError) as error:
@@ -115,7 +109,7 @@ class Connection:
                 "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
             ) from error
         finally:
-            stop_writer.set()
+            sender.stop()
             with contextlib.suppress(Exception):
                 channel.close()
         if status == -1:
@@ -124,6 +118,8 @@ class Connection:
                 f"The link to {self.name} ended before the command's exit status came.",
                 "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
             )
+        if sender.source_error is not None:
+            raise UsageError(f"What was to be sent to {self.name} could not be read: {sender.source_error}.")
         return Completed(os.fsdecode(command), status, stdout, stderr)
 
     def _read(
@@ -199,7 +195,7 @@ class Connection:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Retryable),
             stop=tenacity.stop_after_attempt(CONNECT_ATTEMPTS),
-            wait=tenacity.wait_exponential_jitter(initial=0.3, max=3, jitter=0.3),
+            wait=tenacity.wait_exponential_jitter(multiplier=0.3, max=3, jitter=0.3),
             before_sleep=lambda state: self._notify(
                 f"{self.name} does not answer (try {state.attempt_number} of {CONNECT_ATTEMPTS}); waiting to try again"
             ),
@@ -346,11 +342,31 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _write_stdin(channel: paramiko.Channel, stdin: bytes | Iterable[bytes], stop: threading.Event) -> None:
-    """Send all of ``stdin`` and close it. A command that ends without reading it all is not an error here."""
-    with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
-        for chunk in [stdin] if isinstance(stdin, bytes) else stdin:
-            if stop.is_set():
-                return
-            channel.sendall(chunk)
-        channel.shutdown_write()
+class _StdinSender:
+    """Sends a command its standard input from a thread of its own, and closes it.
+
+    A command that ends without reading it all is not an error. A source that cannot be read is one: the command
+    sees the end of its input there, and :attr:`source_error` says why.
+    """
+
+    def __init__(self, channel: paramiko.Channel, stdin: bytes | Iterable[bytes]) -> None:
+        self._channel = channel
+        self._chunks = iter([stdin] if isinstance(stdin, bytes) else stdin)
+        self._stopped = threading.Event()
+        self.source_error: OSError | None = None
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+            while not self._stopped.is_set() and (chunk := self._next()) is not None:
+                self._channel.sendall(chunk)
+            self._channel.shutdown_write()
+
+    def _next(self) -> bytes | None:
+        try:
+            return next(self._chunks, None)
+        except OSError as error:
+            self.source_error = error
+            return None

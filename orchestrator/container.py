@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from orchestrator.connection import BytesSink, Completed, Connection
-from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError
+from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
 from orchestrator.inventory import Destination
 
 CHUNK_BYTES = 256 * 1024
@@ -70,23 +70,22 @@ class Container:
 
         Folders on the way are made. An existing file is replaced by rename; a folder in the way is an error.
         Raises :class:`RemoteError` when the bytes that arrived are not the bytes that were sent, naming the disk
-        when it is full, and :class:`TransportError`.
+        when it is full, :class:`UsageError` when ``source`` cannot be read, and :class:`TransportError`.
         """
         target = PurePosixPath(path)
         partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
         digest = hashlib.sha256()
-        sent = self.run(
-            ["tar", "--extract", "--file=-", "--directory=/", "--no-same-owner"],
-            stdin=_tar_stream(source, str(partial), mode, digest, on_progress),
-        )
         try:
-            arrived = self.sha256(str(partial))
-            if arrived != digest.hexdigest():
+            sent = self.run(
+                ["tar", "--extract", "--file=-", "--directory=/", "--no-same-owner"],
+                stdin=_tar_stream(source, str(partial), mode, digest, on_progress),
+            )
+            if self.sha256(str(partial)) != digest.hexdigest():
                 raise self.explain(sent, f"{path} did not arrive whole")
             moved = self.run(["mv", "-T", "-f", str(partial), path], timeout_s=_PROBE_TIMEOUT_S)
             if moved.exit_status != 0:
                 raise self.explain(moved, f"{path} could not be put in place")
-        except RemoteError:
+        except (RemoteError, UsageError):
             self.run(["rm", "-f", str(partial)], timeout_s=_PROBE_TIMEOUT_S)
             raise
 

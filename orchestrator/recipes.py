@@ -22,8 +22,9 @@ def resolve_recipe(
     """
     values: dict[str, Any] = {}
     if settings.targets is not None and settings.drafters is not None:
-        values["topology.targets"] = list(settings.targets)
-        values["topology.drafters"] = list(settings.drafters)
+        rank_of = {gpu: rank for rank, gpu in enumerate(job_gpus(settings))}
+        values["topology.targets"] = [rank_of[gpu] for gpu in settings.targets]
+        values["topology.drafters"] = [rank_of[gpu] for gpu in settings.drafters]
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -38,3 +39,8 @@ def resolve_recipe(
         return load_recipe(name or settings.recipe, values)
     except PayloadError as error:
         raise UsageError(error.message, error.hint) from None
+
+
+def job_gpus(settings: ContainerSettings) -> list[int]:
+    """The container's GPUs that a job uses, by rank; empty when the inventory does not say (ranks are GPUs then)."""
+    return sorted({*(settings.targets or ()), *(settings.drafters or ())})

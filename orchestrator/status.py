@@ -58,8 +58,8 @@ def show_status(console: Console, found: dict[str, Any]) -> None:
     for run in found["runs"]:
         if run["state"] == "lost":
             console.line(
-                f"run {run['run_id']} is lost: its supervisor is gone without a word, most likely because the container "
-                "was restarted. Its checkpoints are whole; `train` starts a new run.",
+                f"run {run['run_id']} is lost: its supervisor is gone without a word, most likely because the "
+                "container was restarted. Its checkpoints are whole; `train` starts a new run.",
                 "yellow",
             )
     caches = found.get("caches") or []

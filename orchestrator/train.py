@@ -10,12 +10,11 @@ from orchestrator.agent import Agent
 from orchestrator.console import Console
 from orchestrator.container import Container
 from orchestrator.deploy import deploy
+from orchestrator.recipes import job_gpus
 from orchestrator.records import RunRecord, new_run_id, save_record
 from orchestrator.venv import build_venv
 from orchestrator.warmup import Warmed, warm_up
 from payload.recipe import Recipe
-
-START_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,9 @@ def start_job(container: Container, prepared: Prepared, recipe: Recipe, console:
         "venv": prepared.venv,
         "cache": prepared.warmed.cache,
         "recipe": recipe.to_dict(),
-        "nproc": recipe.world_size,
-        "command": torchrun_command(container.settings.root, run_id, recipe.world_size),
+        "gpus": job_gpus(container.settings),
+        "nproc": recipe.topology.world_size,
+        "command": torchrun_command(container.settings.root, run_id, recipe.topology.world_size),
         "env": dict(container.settings.env),
         "created_at": time.time(),
     }
@@ -79,7 +79,7 @@ def start_job(container: Container, prepared: Prepared, recipe: Recipe, console:
     )
     with console.step("train") as report:
         prepared.agent.call("start", {"run_id": run_id, "spec": spec}, on_event=report.on_event)
-        report.outcome = f"run {run_id} started on {destination} with {recipe.world_size} ranks"
+        report.outcome = f"run {run_id} started on {destination} with {recipe.topology.world_size} ranks"
     return run_id
 
 

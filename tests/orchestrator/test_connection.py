@@ -1,0 +1,173 @@
+"""One SSH connection: any argv and any bytes arrive as they are; every way of not getting through has its own words."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import asyncssh
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.connection import Connection, quote
+from orchestrator.errors import TransportError, UsageError
+from orchestrator.inventory import Destination, HostSettings
+
+ECHO_ARGUMENTS = "import json, os, sys; print(json.dumps([list(os.fsencode(a)) for a in sys.argv[1:]]))"
+
+awkward = st.sampled_from(
+    ["", "-", "--", "-rf", "'", '"', "$HOME", "`id`", "\\", "\n", "a\nb", "*", "~", "#", "!", "é", " "]
+)
+arguments = st.one_of(
+    awkward.map(os.fsencode),
+    st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"")),
+    st.text(max_size=40).map(lambda text: text.replace("\0", "").encode("utf-8", errors="ignore")),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(arguments, max_size=6))
+def test_any_argv_arrives_byte_exact(shared: Connection, argv: list[bytes]) -> None:
+    done = shared.run([sys.executable, "-S", "-c", ECHO_ARGUMENTS, *argv])
+    assert done.exit_status == 0, done.stderr
+    assert [bytes(argument) for argument in json.loads(done.stdout)] == argv
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.binary(max_size=300_000))
+def test_any_bytes_on_stdin_come_back_on_stdout(shared: Connection, data: bytes) -> None:
+    assert shared.run(["cat"], stdin=data).stdout == data
+
+
+def test_output_that_is_no_text_stays_bytes(connection: Connection) -> None:
+    data = bytes(range(256)) * 500
+    assert connection.run(["cat"], stdin=data).stdout == data
+
+
+def test_five_megabytes_of_json_on_stdin_arrive_whole(connection: Connection) -> None:
+    value = {"arguments": [f"argument {number} \"'$\\\n" for number in range(250_000)]}
+    text = json.dumps(value).encode()
+    assert len(text) > 5_000_000
+    program = "import json, sys; print(len(json.load(sys.stdin)['arguments']))"
+    assert connection.run([sys.executable, "-S", "-c", program], stdin=text).stdout.split() == [b"250000"]
+
+
+def test_stdout_and_stderr_do_not_mix_and_do_not_block_each_other(connection: Connection) -> None:
+    program = "import sys; sys.stderr.write('e' * 3_000_000); sys.stdout.write('o' * 3_000_000); sys.exit(7)"
+    done = connection.run([sys.executable, "-S", "-c", program], timeout_s=30)
+    assert (done.exit_status, len(done.stdout)) == (7, 3_000_000)
+    assert set(done.stderr) == {ord("e")}
+
+
+def test_a_command_that_reads_no_stdin_may_end_before_it_is_sent(connection: Connection) -> None:
+    assert connection.run(["true"], stdin=bytes(20_000_000), timeout_s=30).exit_status == 0
+
+
+def test_a_command_without_stdin_sees_its_end_at_once(connection: Connection) -> None:
+    assert connection.run(["cat"], timeout_s=10).stdout == b""
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"), [("timeout_s", "did not end within"), ("idle_timeout_s", "sent nothing for")]
+)
+def test_a_silent_command_is_given_up_at_its_deadline(connection: Connection, limit: str, words: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(TransportError, match=words) as raised:
+        connection.run(["sleep", "60"], **{limit: 0.5})
+    assert time.monotonic() - started < 10
+    assert raised.value.exit_status == 3
+    assert connection.run(["echo", "again"]).stdout == b"again\n"
+
+
+def test_a_nul_and_an_empty_argv_are_refused() -> None:
+    with pytest.raises(UsageError, match="NUL"):
+        quote(["echo", "a\0b"])
+    with pytest.raises(UsageError, match="empty"):
+        quote([])
+
+
+def test_a_host_where_nothing_listens_is_unreachable_and_says_so() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    waits: list[str] = []
+    host = HostSettings(address="127.0.0.1", port=port)
+    with pytest.raises(TransportError, match="no SSH connection to root@127") as raised:
+        Connection("lab", host, waits.append).run(["true"])
+    assert "refused" in raised.value.message
+    assert raised.value.exit_status == 3
+    assert len(waits) == 2
+
+
+def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_to_accept_it(
+    destination: Destination, tmp_path: Path
+) -> None:
+    (tmp_path / "known_hosts").write_text("")
+    host = destination.host.model_copy(update={"known_hosts": str(tmp_path / "known_hosts")})
+    with pytest.raises(TransportError, match="is not known: ssh-ed25519 SHA256:") as raised:
+        Connection("local", host).run(["true"])
+    assert f"ssh-keyscan -p {host.port} 127.0.0.1" in raised.value.hint
+    assert (tmp_path / "known_hosts").read_text() == ""
+
+
+def test_a_changed_host_key_is_refused_with_both_fingerprints(
+    destination: Destination, tmp_path: Path
+) -> None:
+    other = asyncssh.generate_private_key("ssh-ed25519").export_public_key("openssh").decode()
+    known_hosts = tmp_path / "known_hosts"
+    known_hosts.write_text(f"[127.0.0.1]:{destination.host.port} {other}")
+    host = destination.host.model_copy(update={"known_hosts": str(known_hosts)})
+    with pytest.raises(TransportError, match="has CHANGED") as raised:
+        Connection("local", host).run(["true"])
+    assert raised.value.message.count("SHA256:") == 2
+    assert "ssh-keygen -f" in raised.value.hint
+
+
+def test_a_key_that_the_host_does_not_accept_is_named_as_the_reason(
+    destination: Destination, tmp_path: Path
+) -> None:
+    key = tmp_path / "stranger"
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(key))
+    host = destination.host.model_copy(update={"identity_file": str(key)})
+    with pytest.raises(TransportError, match="accepts none of your keys") as raised:
+        Connection("local", host).run(["true"])
+    assert "ssh-copy-id" in raised.value.hint
+
+
+def test_a_key_file_that_is_not_there_is_a_usage_error(destination: Destination, tmp_path: Path) -> None:
+    host = destination.host.model_copy(update={"identity_file": str(tmp_path / "none")})
+    with pytest.raises(UsageError, match="identity_file"):
+        Connection("local", host).run(["true"])
+
+
+def test_a_connection_that_died_between_commands_is_opened_anew(connection: Connection) -> None:
+    assert connection.run(["echo", "one"]).stdout == b"one\n"
+    opened = connection._fabric
+    assert opened is not None
+    opened.transport.sock.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.2)
+    assert connection.run(["echo", "two"]).stdout == b"two\n"
+
+
+def test_a_link_that_breaks_during_a_command_is_a_transport_error_and_never_a_result(
+    connection: Connection,
+) -> None:
+    def cut(data: bytes) -> None:
+        assert connection._fabric is not None
+        connection._fabric.transport.sock.shutdown(socket.SHUT_RDWR)
+
+    with pytest.raises(TransportError, match="The link to local"):
+        connection.run(
+            [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(30)"], on_stdout=cut
+        )
+
+
+@pytest.fixture(scope="module")
+def shared(destination: Destination) -> Connection:
+    """One connection for all examples of a property."""
+    return Connection("local", destination.host)
