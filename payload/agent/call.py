@@ -7,7 +7,7 @@ import sys
 
 from payload.agent.child import run_child
 from payload.agent.environment import checked_environment, venv_environment
-from payload.agent.layout import Layout, checked_module
+from payload.agent.layout import Layout, active_name, checked_module
 from payload.agent.protocol import PROTOCOL, Events, Json, Request
 from payload.errors import PayloadError
 
@@ -17,12 +17,19 @@ _KINDS = {"usage", "failed", "refused", "busy"}
 def call(request: Request, events: Events) -> Json:
     """Verb: give ``request`` to ``python -m <module>`` in the venv; relay its events; return its result.
 
+    Without ``venv`` or ``release``, those in use are meant.
     Its error becomes this verb's error. Raises PayloadError when it ends without a final line or not within
     ``timeout_s``.
     """
     layout = Layout.at(request.root)
     module = checked_module(request.need("module", str))
-    venv, release = request.need("venv", str), request.need("release", str)
+    venv = request.get("venv", str) or active_name(layout.venv_link)
+    release = request.get("release", str) or active_name(layout.current)
+    if venv is None or release is None:
+        missing = "release" if release is None else "venv"
+        raise PayloadError(
+            f"no {missing} is in use in this container", "Run `deploy`, then `venv`.", "refused"
+        )
     timeout_s = request.get("timeout_s", float)
     environment = venv_environment(layout, venv, release, request.get("cache", str))
     environment.update(checked_environment(request.get("env", dict) or {}))
@@ -32,6 +39,8 @@ def call(request: Request, events: Events) -> Json:
     if not layout.release(release).is_dir():
         raise PayloadError(f"release {release} is not in this container", "Run `deploy`.", kind="refused")
     envelope = {"protocol": PROTOCOL, "nonce": request.nonce, "root": request.root}
+    if "holder" in request.fields:
+        envelope["holder"] = request.fields["holder"]
     line = json.dumps({**(request.get("request", dict) or {}), **envelope}).encode("ascii") + b"\n"
     final: Json = {}
 

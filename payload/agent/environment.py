@@ -10,7 +10,7 @@ from typing import Dict, Mapping, Optional, Tuple
 from payload.agent.layout import Layout
 from payload.errors import PayloadError
 
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Whole words between underscores: HF_TOKEN is a secret, TOKENIZERS_PARALLELISM is none.
 _SECRET_NAME = re.compile(
     r"(?:^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY(?:_ID)?|PRIVATE_KEY)(?:_|$)",
@@ -19,9 +19,9 @@ _SECRET_NAME = re.compile(
 
 
 def base_environment() -> Dict[str, str]:
-    """PATH, HOME, LANG: what any program may rely on."""
+    """PATH, HOME, LANG: what any program may rely on. The caller sets the first two for the agent itself."""
     home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
-    return {"PATH": SYSTEM_PATH, "HOME": home, "LANG": "C.UTF-8"}
+    return {"PATH": os.environ.get("PATH") or _DEFAULT_PATH, "HOME": home, "LANG": "C.UTF-8"}
 
 
 def venv_environment(layout: Layout, venv: str, release: str, cache: Optional[str]) -> Dict[str, str]:
@@ -31,7 +31,7 @@ def venv_environment(layout: Layout, venv: str, release: str, cache: Optional[st
     """
     folder = layout.cache(cache or "unnamed")
     environment = base_environment()
-    environment["PATH"] = f"{layout.venv(venv) / 'bin'}:/usr/local/cuda/bin:{SYSTEM_PATH}"
+    environment["PATH"] = f"{layout.venv(venv) / 'bin'}:{environment['PATH']}"
     environment.update(
         DFLASH_ROOT=str(layout.root),
         PYTHONNOUSERSITE="1",

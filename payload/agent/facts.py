@@ -47,6 +47,7 @@ def facts(request: Request, events: Events) -> Json:
         "systemd": has_systemd(),
         "kernel": platform.release(),
         "machine": platform.machine(),
+        "libc": list(platform.libc_ver()),
         "distribution": _distribution(),
         "uid": os.getuid(),
         "time": time.time(),

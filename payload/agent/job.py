@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import List, Mapping, Optional
 
 from payload.agent import durable, state
-from payload.agent.environment import checked_environment, split_secrets
+from payload.agent.environment import base_environment, checked_environment, split_secrets
 from payload.agent.layout import Layout
 from payload.agent.locks import hold
 from payload.agent.processes import ProcessId, boot_id, end, is_alive, send_signal
@@ -134,7 +134,9 @@ def _launch_supervisor(layout: Layout, run: RunState, events: Events) -> None:
 def _launch_unit(run_id: str, command: List[str], events: Events) -> bool:
     unit = f"dflash-{run_id}"
     argv = ["systemd-run", f"--unit={unit}", "--collect", "--quiet", "--property=KillMode=control-group"]
-    argv += ["--property=OOMPolicy=continue", "--property=TasksMax=infinity", "--", *command, "--unit"]
+    argv += ["--property=OOMPolicy=continue", "--property=TasksMax=infinity"]
+    argv += [f"--setenv={name}={value}" for name, value in base_environment().items()]
+    argv += ["--", *command, "--unit"]
     try:
         done = subprocess.run(
             argv,

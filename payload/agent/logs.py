@@ -61,7 +61,7 @@ def _send(
             if file is None and path.exists():
                 file = path.open("rb")
             if file is not None:
-                offset = _send_rest(file, offset, events)
+                offset = _send_rest(run_id, file, offset, events)
                 if _was_replaced(path, file):
                     events.note(f"the log of run {run_id} was replaced; it is sent from its beginning")
                     file.close()
@@ -75,7 +75,7 @@ def _send(
             file.close()
 
 
-def _send_rest(file: BinaryIO, offset: int, events: Events) -> int:
+def _send_rest(run_id: str, file: BinaryIO, offset: int, events: Events) -> int:
     size = os.fstat(file.fileno()).st_size
     if size < offset:
         events.note(
@@ -87,7 +87,7 @@ def _send_rest(file: BinaryIO, offset: int, events: Events) -> int:
         data = file.read(min(_CHUNK_BYTES, size - offset))
         if not data:
             break
-        events.log(offset, data)
+        events.log(run_id, offset, data)
         offset += len(data)
     return offset
 

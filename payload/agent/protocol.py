@@ -93,10 +93,12 @@ class Events:
         """A line that a person should see."""
         self.event("note", message=message)
 
-    def log(self, offset: int, data: bytes) -> None:
+    def log(self, run_id: str, offset: int, data: bytes) -> None:
         """Bytes of a run's log that begin at byte ``offset``."""
-        # Built by hand: base64 needs no escaping, and a backlog has thousands of these.
-        head = f'{{"nonce": {json.dumps(self.nonce)}, "event": "log", "offset": {offset}, "data": "'
+        # Built by hand: base64 and names need no escaping, and a backlog has thousands of these.
+        head = (
+            f'{{"nonce": "{self.nonce}", "event": "log", "run_id": "{run_id}", "offset": {offset}, "data": "'
+        )
         self._write(b"".join((head.encode("ascii"), base64.b64encode(data), b'"}\n')))
 
     def event(self, name: str, **fields: Any) -> None:

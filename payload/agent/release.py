@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Iterator, List, Tuple
 
 from payload.agent import durable
-from payload.agent.layout import Layout
+from payload.agent.layout import Layout, active_name
 from payload.agent.locks import hold
 from payload.agent.processes import boot_id
 from payload.agent.protocol import PROTOCOL, Events, Json, Request
@@ -106,13 +106,21 @@ def file_sha256(path: Path) -> str:
 
 
 def hello(request: Request, events: Events) -> Json:
-    """Verb: check that this release is what its name says, and say who answers."""
-    release = request.need("release", str)
-    found = tree_hash(Path(__file__).resolve().parents[1])
+    """Verb: check that this release is what its name says (``release``, else its folder's), and say who answers.
+
+    With ``activate``, it becomes the current one.
+    """
+    layout = Layout.at(request.root)
+    folder = Path(__file__).resolve().parents[2]
+    release = request.get("release", str) or folder.name
+    found = tree_hash(folder / "payload")
     if found != release:
         raise PayloadError(
             f"release {release} is damaged: its files hash to {found}", "Deploy again; it will be replaced."
         )
+    if request.get("activate", bool) and active_name(layout.current) != release:
+        with hold(layout, "deploy", "hello", request.get("holder", str) or "", _LOCK_WAIT_S):
+            durable.point(layout.current, layout.release(release))
     return {
         "release": found,
         "protocol": PROTOCOL,

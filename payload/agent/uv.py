@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
@@ -80,7 +81,16 @@ class Uv:
     python_downloads: bool = False
 
     def find_python(self, wanted: str) -> str:
-        """The path of the interpreter that ``wanted`` (a path, a name or a version) means."""
+        """The path of the interpreter that ``wanted`` (a path, a name or a version) means.
+
+        uv is asked only for what is not on PATH. Raises PayloadError when there is none.
+        """
+        for name in (wanted, f"python{wanted}"):
+            path = shutil.which(name)
+            if path is not None:
+                return path
+        if not self.program:
+            raise PayloadError(f"there is no Python {wanted!r} in the container")
         found: List[str] = []
         outcome = run_child(
             [self.program, "python", "find", "--no-config", "--no-project", "--system", wanted],

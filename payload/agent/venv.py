@@ -34,6 +34,8 @@ _LOCK_WAIT_S = 2.0
 def venv(request: Request, events: Events) -> Json:
     """Verb: the venv of these requirements, this torch and this Python, made unless it is there.
 
+    With ``check`` nothing is made: ``present`` says whether it is there, and if so it is switched to.
+
     Never touches the compile cache. Raises PayloadError of kind ``refused`` when what was installed is not what is
     pinned; then, as after any failure, the venv in use stays in use and the new one is removed.
     """
@@ -43,7 +45,9 @@ def venv(request: Request, events: Events) -> Json:
     lines = requirement_lines(request.need("requirements", str))
     sources = Sources.from_request(request.get("index", dict) or {}, request.get("wheelhouse", str))
     imports = [str(name) for name in request.get("imports", list) or []]
-    uv = Uv(request.need("uv", str), layout, sources, bool(request.get("python_downloads", bool)))
+    only_check = bool(request.get("check", bool))
+    program = request.get("uv", str) if only_check else request.need("uv", str)
+    uv = Uv(program or "", layout, sources, bool(request.get("python_downloads", bool)))
     layout.venvs.mkdir(parents=True, exist_ok=True)
     with hold(layout, "venv", "venv", request.get("holder", str) or "", _LOCK_WAIT_S):
         for leftover in durable.leftovers(layout.venvs):
@@ -53,6 +57,8 @@ def venv(request: Request, events: Events) -> Json:
         version = _python_version(python)
         target = layout.venv(venv_name(lines, torch, version))
         record = None if request.get("force", bool) else _verified_record(target, version)
+        if only_check and (record is None or not set(imports) <= set(record["imports"])):
+            return {"venv": target.name, "present": False, "created": False}
         created = record is None
         if record is None:
             _refuse_if_in_use(layout, target)
@@ -63,6 +69,7 @@ def venv(request: Request, events: Events) -> Json:
         durable.point(layout.venv_link, target)
     return {
         "venv": target.name,
+        "present": True,
         "created": created,
         "python": record["python"],
         "torch": record["torch"],
