@@ -58,7 +58,7 @@ def load(run_dir: Path) -> RunState:
         content = durable.read_json(path)
     except FileNotFoundError:
         raise PayloadError(
-            f"there is no run {run_dir.name}", "`status` lists the runs of this container."
+            f"there is no run {run_dir.name}", "`status` lists the runs of this container.", kind="usage"
         ) from None
     try:
         for name in ("supervisor", "job"):
