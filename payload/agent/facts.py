@@ -19,17 +19,21 @@ from payload.agent.layout import Layout
 from payload.agent.processes import boot_id
 from payload.agent.protocol import Events, Json, Request
 from payload.agent.status import disk
-from payload.agent.system import gpu_holders, gpus, has_systemd, nvidia_smi_answers
+from payload.agent.system import gpu_holders, gpus, has_systemd
 
 _COMPILER_TIMEOUT_S = 10.0
 
 
 def facts(request: Request, events: Events) -> Json:
-    """Verb: facts as they are found; null where something cannot be told. Needs no root and changes nothing."""
+    """Verb: facts as they are found; null where something cannot be told.
+
+    Needs no root and changes nothing. ``gpus`` is null when nvidia-smi is there and does not answer.
+    """
     layout = Layout.at(request.root)
     root = layout.root
     while not root.exists():
         root = root.parent
+    found_gpus = gpus()
     return {
         "python": {"version": platform.python_version(), "path": sys.executable},
         "python_h": str(_python_h()) if _python_h().is_file() else None,
@@ -38,9 +42,8 @@ def facts(request: Request, events: Events) -> Json:
         "shm": disk(Path("/dev/shm")),
         "memory": _memory(),
         "cores": len(os.sched_getaffinity(0)),
-        "gpus": gpus(),
-        "gpu_holders": sorted(gpu_holders()),
-        "nvidia_smi": nvidia_smi_answers() if shutil.which("nvidia-smi") else None,
+        "gpus": found_gpus,
+        "gpu_holders": sorted(gpu_holders()) if found_gpus else [],
         "nvidia_nodes": _nvidia_nodes(),
         "driver": _driver(),
         "boot_id": boot_id(),

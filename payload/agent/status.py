@@ -32,7 +32,7 @@ def status(request: Request, events: Events) -> Json:
         "venv": active_name(layout.venv_link),
         "caches": _caches(layout),
         "disk": disk(layout.root),
-        "gpus": gpus(),
+        "gpus": gpus() or [],
     }
 
 

@@ -35,11 +35,15 @@ def has_systemd() -> bool:
     return first == "systemd" and Path("/run/systemd/system").is_dir() and bool(shutil.which("systemd-run"))
 
 
-def gpus() -> List[Json]:
-    """One entry for each GPU that nvidia-smi shows; empty when there is none or it does not answer."""
+def gpus() -> Optional[List[Json]]:
+    """One entry for each GPU that nvidia-smi shows: empty without nvidia-smi, None when it does not answer."""
+    if shutil.which("nvidia-smi") is None:
+        return []
     output = _nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS.values())}")
+    if output is None:
+        return None
     found = []
-    for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
+    for row in csv.reader(output.splitlines(), skipinitialspace=True):
         if len(row) == len(_GPU_FIELDS):
             texts = dict(zip(_GPU_FIELDS, row))  # noqa: B905 - the lengths are equal, and Python 3.9 has no strict
             found.append({name: _value(name, text) for name, text in texts.items()})
@@ -50,11 +54,6 @@ def gpu_holders() -> Set[int]:
     """The pids that hold a GPU, of those that nvidia-smi can name in this container."""
     output = _nvidia_smi("--query-compute-apps=pid")
     return {int(line) for line in (output or "").split() if line.isdigit()}
-
-
-def nvidia_smi_answers() -> bool:
-    """Whether nvidia-smi is there and answers in time."""
-    return _nvidia_smi("--query-gpu=index") is not None
 
 
 def _value(name: str, text: str) -> Optional[object]:
@@ -72,16 +71,17 @@ def _nvidia_smi(query: str) -> Optional[str]:
     if program is None:
         return None
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [program, query, "--format=csv,noheader,nounits"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=_NVIDIA_SMI_TIMEOUT_S,
-            check=False,
-            text=True,
-            errors="replace",
         )
-    except (OSError, subprocess.TimeoutExpired):
+        output = process.communicate(timeout=_NVIDIA_SMI_TIMEOUT_S)[0]
+    except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        # Not waited for: in a hanging driver it does not even die.
+        process.kill()
+        return None
+    return output.decode("utf-8", "replace") if process.returncode == 0 else None
