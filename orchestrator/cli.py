@@ -13,7 +13,6 @@ from typing import Annotated
 import click
 import typer
 
-from orchestrator import demo as demo_module
 from orchestrator.agent import Agent
 from orchestrator.connection import Connection
 from orchestrator.console import Console, LogWriter
@@ -22,7 +21,6 @@ from orchestrator.deploy import deploy as deploy_release
 from orchestrator.errors import OrchestratorError, RemoteError, UsageError
 from orchestrator.fetch import fetch as fetch_run
 from orchestrator.inventory import DEFAULT_INVENTORY, load_inventory, resolve
-from orchestrator.localnode import node
 from orchestrator.logs import LogEnd, show_logs
 from orchestrator.probe import probe as probe_container
 from orchestrator.probe import show_probe
@@ -44,6 +42,7 @@ node_app = typer.Typer(
     no_args_is_help=True, help="The embedded node: an SSH server and a pct on this machine."
 )
 app.add_typer(node_app, name="node")
+# `demo` and `node` import the SSH server inside their functions: it would double every other command's start.
 
 HostOption = Annotated[
     str | None,
@@ -264,12 +263,16 @@ def probe(
 @app.command()
 def demo(state: StateOption = DEFAULT_NODE) -> None:
     """Run the whole story on the embedded node: deploy, venv, warmup, train, fetch, and show what was learned."""
-    demo_module.run_demo(Console(), state)
+    from orchestrator.demo import run_demo
+
+    run_demo(Console(), state)
 
 
 @node_app.command("start")
 def node_start(state: StateOption = DEFAULT_NODE) -> None:
     """Start the embedded node and leave it running; prints how to use it."""
+    from orchestrator.localnode import node
+
     console = Console()
     with console.step("node") as report:
         info = node.start(state)
@@ -280,6 +283,8 @@ def node_start(state: StateOption = DEFAULT_NODE) -> None:
 @node_app.command("stop")
 def node_stop(state: StateOption = DEFAULT_NODE) -> None:
     """Stop the embedded node and what runs in its containers; its files stay."""
+    from orchestrator.localnode import node
+
     console = Console()
     with console.step("node") as report:
         report.outcome = "stopped" if node.stop(state) else "was not running"
@@ -288,6 +293,8 @@ def node_stop(state: StateOption = DEFAULT_NODE) -> None:
 @node_app.command("status")
 def node_status(state: StateOption = DEFAULT_NODE) -> None:
     """Say whether the embedded node runs, and where."""
+    from orchestrator.localnode import node
+
     console = Console()
     info = node.status(state)
     if info is None:
