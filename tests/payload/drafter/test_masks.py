@@ -1,0 +1,160 @@
+"""The mask against the rule in words, in all its forms, and through the network that uses it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask
+
+from payload.data.batch import Batch
+from payload.drafter.anchors import Anchors
+from payload.drafter.config import FULL, SLIDING, block_is_causal, layer_window
+from payload.drafter.masks import allowed, build_masks, flex_mask, mask_mod
+from payload.drafter.model import DFlashDrafter
+from payload.drafter.step import block_inputs
+from tests.payload.drafter.builders import VOCABULARY, anchors_of, batches, random_batch, seeded, tiny_config
+
+windows = st.one_of(st.none(), st.integers(1, 12))
+
+
+def _sees(
+    batch: Batch,
+    anchors: Anchors,
+    row: int,
+    query: int,
+    key: int,
+    size: int,
+    causal: bool,
+    window: int | None,
+) -> bool:
+    """The rule, one pair at a time."""
+    length = batch.input_ids.shape[1]
+    block, slot = divmod(query, size)
+    anchor = int(anchors.positions[row, block])
+    if key < length:
+        documents = batch.document_ids[row]
+        return (
+            bool(anchors.valid[row, block])
+            and key < anchor
+            and documents[key] == documents[anchor]
+            and (window is None or (anchor + slot) - key < window)
+        )
+    other_block, other_slot = divmod(key - length, size)
+    return (
+        other_block == block
+        and (not causal or other_slot <= slot)
+        and (window is None or abs(slot - other_slot) < window)
+    )
+
+
+def _by_pairs(batch: Batch, anchors: Anchors, size: int, causal: bool, window: int | None) -> torch.Tensor:
+    rows, length = batch.input_ids.shape
+    slots = anchors.positions.shape[1] * size
+    return torch.tensor(
+        [
+            [
+                [
+                    _sees(batch, anchors, row, query, key, size, causal, window)
+                    for key in range(length + slots)
+                ]
+                for query in range(slots)
+            ]
+            for row in range(rows)
+        ]
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(batch=batches, count=st.integers(1, 5), size=st.integers(2, 5), causal=st.booleans(), window=windows)
+def test_the_dense_mask_is_the_rule(batch, count, size, causal, window):
+    anchors = anchors_of(batch, count)
+    dense = allowed(anchors, batch.document_ids, size, causal, window)
+    assert torch.equal(dense, _by_pairs(batch, anchors, size, causal, window))
+
+
+@settings(deadline=None, max_examples=40)
+@given(batch=batches, count=st.integers(1, 12), size=st.integers(2, 9), causal=st.booleans(), window=windows)
+def test_the_flex_predicate_equals_the_dense_mask(batch, count, size, causal, window):
+    anchors = anchors_of(batch, count)
+    dense = allowed(anchors, batch.document_ids, size, causal, window)
+    predicate = mask_mod(anchors, batch.document_ids, size, causal, window)
+    flex = create_mask(predicate, len(dense), 1, dense.shape[1], dense.shape[2], device="cpu")
+    assert torch.equal(flex[:, 0], dense)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 50)])
+def test_no_allowed_pair_is_lost_in_the_tiles_of_the_block_mask(causal, window):
+    batch = random_batch(seed=4, rows=2, length=300, documents=3)
+    anchors = anchors_of(batch, 40)
+    dense = allowed(anchors, batch.document_ids, 8, causal, window)
+    block_mask = flex_mask(anchors, batch.document_ids, 8, causal, window)
+    assert block_mask.shape == (2, 1, 320, 620)
+    tiles = block_mask.to_dense()[:, 0].bool()
+    tile = block_mask.BLOCK_SIZE[0]
+    wide = tiles.repeat_interleave(tile, 1).repeat_interleave(tile, 2)[:, :320, :620]
+    assert not (dense & ~wide).any()
+    assert not tiles.all(), "whole tiles are skipped"
+
+
+@settings(deadline=None, max_examples=30)
+@given(batch=batches, count=st.integers(1, 6), causal=st.booleans(), window=windows)
+def test_every_query_sees_itself_so_no_softmax_is_empty(batch, count, causal, window):
+    dense = allowed(anchors_of(batch, count), batch.document_ids, 4, causal, window)
+    own = dense[:, :, batch.input_ids.shape[1] :]
+    assert own.diagonal(dim1=1, dim2=2).all()
+
+
+def test_one_mask_is_built_for_each_layer_type_by_its_own_rule():
+    config = tiny_config(num_layers=3, layer_types=(SLIDING, FULL, SLIDING), sliding_window=6)
+    batch = random_batch(seed=2)
+    anchors = anchors_of(batch, 3)
+    masks = build_masks(config, anchors, batch.document_ids, "dense")
+    assert set(masks) == {FULL, SLIDING}
+    for kind, mask in masks.items():
+        rule = (block_is_causal(kind, config), layer_window(kind, config))
+        assert torch.equal(mask[:, 0], allowed(anchors, batch.document_ids, 4, *rule))
+    assert not torch.equal(masks[FULL], masks[SLIDING])
+
+
+def _reaches(masks: list[torch.Tensor], length: int) -> torch.Tensor:
+    """Which inputs can influence which slots through all layers: bool [slots, S + slots]."""
+    slots = masks[0].shape[0]
+    reach = torch.cat(
+        [torch.zeros(slots, length, dtype=torch.bool), torch.eye(slots, dtype=torch.bool)], dim=1
+    )
+    for mask in masks:
+        through_slots = (mask[:, length:].float() @ reach.float()) > 0
+        direct = torch.cat([mask[:, :length], torch.zeros(slots, slots, dtype=torch.bool)], dim=1)
+        reach = reach | through_slots | direct
+    return reach
+
+
+@pytest.mark.parametrize("layer_types", [(FULL, FULL), (SLIDING, FULL), (SLIDING, SLIDING)])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_change_of_any_input_moves_exactly_the_slots_that_may_see_it(layer_types, seed):
+    """No leak: forbidden inputs leave the output's bits alone, allowed ones do not. One changed input a row."""
+    torch.manual_seed(seed)
+    config = tiny_config(layer_types=layer_types, sliding_window=5, initializer_range=0.3)
+    drafter = DFlashDrafter(config).double()
+    batch = random_batch(seed, rows=1, length=14, documents=2, supervised=1.0)
+    anchors = anchors_of(batch, 3, seed)
+    inputs = block_inputs(config, torch.randn(VOCABULARY, 16), batch, anchors, torch.float64, kernel="dense")
+    length, slots = 14, 12
+    count = length + slots
+    features = torch.randn(1, length, 32, dtype=torch.float64).repeat(count, 1, 1)
+    embeddings = torch.randn(1, slots, 16, dtype=torch.float64).repeat(count, 1, 1)
+
+    def run(features: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        masks = {kind: mask.expand(count, -1, -1, -1) for kind, mask in inputs.masks.items()}
+        context, blocks = batch.position_ids.expand(count, -1), inputs.positions.expand(count, -1)
+        with torch.no_grad():
+            return drafter(features, context, embeddings, blocks, masks)
+
+    before = run(features, embeddings)
+    for index in range(length):
+        features[index, index] += torch.randn(32, generator=seeded(index), dtype=torch.float64)
+    for slot in range(slots):
+        embeddings[length + slot, slot] += torch.randn(16, generator=seeded(slot), dtype=torch.float64)
+    changed = (run(features, embeddings) != before).any(-1).T  # [slots, inputs]
+    per_layer = [inputs.masks[kind][0, 0] for kind in layer_types]
+    assert torch.equal(changed, _reaches(per_layer, length))
