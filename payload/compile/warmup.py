@@ -1,0 +1,247 @@
+"""Warm a compile cache: compile what training will call, prove that it is all there, keep it portable.
+
+``python -m payload.compile.warmup`` answers one request of the agent's protocol. Its fields:
+
+- ``recipe``: the resolved recipe (``Recipe.to_dict()``);
+- ``device``: ``cuda`` or ``cpu``; missing takes the GPU when there is one;
+- ``artifact``: path of a portable artifact to warm from instead of compiling;
+- ``prove``: run the proof again although the cache is warm already.
+
+The result: ``{"compiled", "reason", "fingerprint", "seconds", "hits", "misses", "programs", "artifact",
+"attention", "source"}``; ``source`` tells how the cache came to be warm: ``compiled``, ``artifact`` or ``reused``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.agent.layout import Layout
+from payload.agent.locks import hold
+from payload.agent.protocol import Events, Request, serve
+from payload.compile.artifact import read_artifact, write_artifact
+from payload.compile.cache import (
+    CacheDir,
+    Manifest,
+    ProgramRecord,
+    cache_dir,
+    hash_files,
+    read_manifest,
+    remove_cache,
+    verify,
+    write_manifest,
+)
+from payload.compile.fingerprint import Facts, collect_facts
+from payload.compile.policy import decide
+from payload.compile.worker import WorkReport, WorkRequest
+from payload.errors import PayloadError
+from payload.recipe import Recipe, recipe_from_dict
+
+PROGRAM_TIMEOUT_S = 1800.0
+STDERR_TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class Job:
+    """One warm-up: what to compile, for which device, into which cache."""
+
+    recipe: dict[str, Any]
+    roles: tuple[str, ...]
+    device: str
+    facts: Facts
+    cache: CacheDir
+
+
+def distinct_roles(recipe: Recipe) -> tuple[str, ...]:
+    """The roles that occur among the ranks: each is one program, as every rank of a role runs the same shapes."""
+    targets, drafters = set(recipe.topology.targets), set(recipe.topology.drafters)
+    by_role = {"target": targets - drafters, "drafter": drafters - targets, "both": targets & drafters}
+    return tuple(role for role, ranks in by_role.items() if ranks)
+
+
+def warm_up(request: Request, events: Events) -> dict[str, Any]:
+    """Handle one request (see the module). Raises PayloadError when compiling fails or cannot be proved."""
+    import torch
+
+    recipe = recipe_from_dict(request.need("recipe", dict))
+    device = request.get("device", str) or ("cuda" if torch.cuda.is_available() else "cpu")
+    decision = decide(recipe.compile, device)
+    if not decision.compiled:
+        return {"compiled": False, "reason": decision.reason, "fingerprint": None}
+    resolved = recipe.to_dict()
+    facts = collect_facts(resolved, device)
+    job = Job(resolved, distinct_roles(recipe), device, facts, cache_dir(request.root, facts.fingerprint))
+    layout = Layout.at(request.root)
+    with hold(layout, f"cache-{facts.fingerprint}", "warmup", request.get("holder", str) or ""):
+        began = time.monotonic()
+        manifest, source = _warm(request, job, events)
+        seconds = time.monotonic() - began
+    return {
+        "compiled": True,
+        "reason": decision.reason,
+        "fingerprint": facts.fingerprint,
+        "seconds": seconds,
+        "hits": sum(program.proved_hits for program in manifest.programs),
+        "misses": sum(program.proved_misses for program in manifest.programs),
+        "programs": [asdict(program) for program in manifest.programs],
+        "artifact": asdict(manifest.artifact),
+        "attention": manifest.attention,
+        "source": source,
+    }
+
+
+def _warm(request: Request, job: Job, events: Events) -> tuple[Manifest, str]:
+    """Reuse, load or compile, in this order; what is damaged or from elsewhere is said and left behind."""
+    manifest = _usable(request.root, job, events)
+    if manifest is not None:
+        if request.get("prove", bool):
+            _prove(job, events)
+        return manifest, "reused"
+    artifact = request.get("artifact", str)
+    if artifact is not None:
+        try:
+            blobs = read_artifact(Path(artifact), job.facts)
+            return _fill(job, blobs, events), "artifact"
+        except PayloadError as error:
+            if error.kind != "refused":
+                raise
+            events.note(error.message)
+            if job.cache.path.exists():
+                remove_cache(request.root, job.cache)
+    return _fill(job, {}, events), "compiled"
+
+
+def _usable(root: str, job: Job, events: Events) -> Manifest | None:
+    """The manifest of a cache that is whole and holds every role; otherwise clears the way for a new one."""
+    try:
+        manifest = read_manifest(job.cache)
+        wrong = verify(job.cache) if manifest is not None else []
+    except PayloadError as error:
+        manifest, wrong = None, [error.message]
+    if (
+        manifest is not None
+        and not wrong
+        and {program.role for program in manifest.programs} >= set(job.roles)
+    ):
+        return manifest
+    if wrong:
+        events.note(f"the compile cache {job.cache.fingerprint} is refused and built anew: {wrong[0]}")
+    if job.cache.path.exists():
+        remove_cache(root, job.cache)
+    return None
+
+
+def _fill(job: Job, blobs: Mapping[str, bytes], events: Events) -> Manifest:
+    """Fill the empty cache from ``blobs`` (role -> artifact) or by compiling, prove it, and write its manifest."""
+    began = time.monotonic()
+    for folder in (job.cache.inductor, job.cache.triton):
+        folder.mkdir(parents=True, exist_ok=True)
+    first = _run_all(job, "loading" if blobs else "compiling", blobs, events)
+    proof, saved = _prove(job, events)
+    manifest = Manifest(
+        fingerprint=job.facts.fingerprint,
+        facts=job.facts,
+        programs=tuple(
+            ProgramRecord(
+                role=report.role,
+                seconds=report.seconds,
+                hits=report.hits,
+                misses=report.misses,
+                proved_hits=proved.hits,
+                proved_misses=proved.misses,
+                proved_seconds=proved.seconds,
+            )
+            for report, proved in zip(first, proof, strict=True)
+        ),
+        artifact=write_artifact(job.cache.artifact, job.facts, saved),
+        attention=", ".join(sorted({report.attention for report in proof})),
+        seconds=time.monotonic() - began,
+        created_at=time.time(),
+        files=hash_files(job.cache),
+    )
+    write_manifest(job.cache, manifest)
+    return manifest
+
+
+def _prove(job: Job, events: Events) -> tuple[list[WorkReport], dict[str, bytes]]:
+    """Run every program once more, each in a new process. Raises PayloadError if one of them compiled anything."""
+    saved: dict[str, bytes] = {}
+    reports = _run_all(job, "proving", {}, events, saved)
+    for report in reports:
+        if report.misses or report.bypassed:
+            raise PayloadError(
+                f"the compile cache {job.cache.fingerprint} is not warm: a second process of the {report.role} "
+                f"missed {report.misses} graphs and could not cache {report.bypassed} (it hit {report.hits})",
+                "Something that decides what is compiled differs from process to process; run with "
+                "TORCH_LOGS=+torch._inductor.codecache to see which part of the key.",
+            )
+    return reports, saved
+
+
+def _run_all(
+    job: Job, doing: str, blobs: Mapping[str, bytes], events: Events, saved: dict[str, bytes] | None = None
+) -> list[WorkReport]:
+    reports = []
+    for done, role in enumerate(job.roles):
+        events.progress(f"{doing} the {role}'s step", done=done, total=len(job.roles))
+        with tempfile.TemporaryDirectory(prefix="warmup-") as folder:
+            load, save = Path(folder, "load.bin"), Path(folder, "save.bin")
+            if role in blobs:
+                load.write_bytes(blobs[role])
+            request = WorkRequest(
+                recipe=job.recipe,
+                role=role,
+                device=job.device,
+                load=str(load) if role in blobs else None,
+                save=str(save) if saved is not None else None,
+            )
+            reports.append(run_worker(request, job.cache.environment(), Path(folder)))
+            if saved is not None:
+                saved[role] = save.read_bytes()
+    events.progress(f"{doing}: done", done=len(job.roles), total=len(job.roles))
+    return reports
+
+
+def run_worker(request: WorkRequest, environment: Mapping[str, str], folder: Path) -> WorkReport:
+    """Run one program in a fresh Python. Raises PayloadError with its reason, or with the end of its output."""
+    request_path, report_path = folder / "request.json", folder / "report.json"
+    request_path.write_text(json.dumps(asdict(request)), encoding="utf-8")
+    command = [sys.executable, "-m", "payload.compile.worker", str(request_path), str(report_path)]
+    try:
+        ended = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=PROGRAM_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PayloadError(
+            f"the {request.role}'s step did not end within {PROGRAM_TIMEOUT_S:.0f} s of warm-up",
+            "python -m payload.compile.race tells whether this torch build deadlocks when it compiles.",
+        ) from None
+    if not report_path.exists():
+        lines = ended.stderr.decode("utf-8", "replace").splitlines()
+        raise PayloadError(
+            f"the process that compiled the {request.role}'s step died with exit status {ended.returncode}",
+            "\n".join(lines[-STDERR_TAIL_LINES:]),
+        )
+    answer = json.loads(report_path.read_text("utf-8"))
+    if "error" in answer:
+        error = answer["error"]
+        raise PayloadError(f"the {request.role}'s step: {error['message']}", error["hint"], error["kind"])
+    return WorkReport(**answer["report"])
+
+
+if __name__ == "__main__":
+    sys.exit(serve(warm_up))
