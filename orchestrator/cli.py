@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from orchestrator.agent import Agent
@@ -305,21 +304,11 @@ def node_status(state: StateOption = DEFAULT_NODE) -> None:
 
 def main() -> None:
     """The console script: errors become one paragraph and an exit status."""
-    console = Console()
     try:
-        result = app(standalone_mode=False)
-        sys.exit(result if isinstance(result, int) else 0)
+        app()
     except OrchestratorError as error:
-        console.error(error)
+        Console().error(error)
         sys.exit(error.exit_status)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        console.line("\ninterrupted; what was asked of the container may go on there: `status` tells")
-        sys.exit(130)
     except BrokenPipeError:
         # The reader of standard output is gone (`logs | head`): nothing is wrong, and nothing more can be said there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -329,9 +318,15 @@ def main() -> None:
 @contextlib.contextmanager
 def _container(console: Console, host: str | None, ct: str | None, inventory: Path) -> Iterator[Container]:
     destination = resolve(load_inventory(inventory), host, ct, inventory)
-    notify = lambda text: console.line(f"  {text}")  # noqa: E731
-    with Connection(destination.host_name, destination.host, notify) as connection:
-        yield Container(connection, destination)
+    try:
+        with Connection(destination.host_name, destination.host, console.line) as connection:
+            yield Container(connection, destination)
+    except KeyboardInterrupt:
+        console.line(
+            f"\ninterrupted. What was asked of {destination} may go on there; nothing half-done is used. "
+            f"Look: make status {destination.make_arguments}"
+        )
+        raise typer.Exit(130) from None
 
 
 def _deployed(container: Container, console: Console) -> str:

@@ -92,7 +92,8 @@ class Connection:
         ``stdin`` is sent while output is read, so neither side can block the other. ``on_stdout`` takes standard
         output as it comes; without it the output is returned, up to 64 MiB. ``timeout_s`` bounds the whole
         command, ``idle_timeout_s`` the time without a byte from it. Raises :class:`TransportError` when the host
-        cannot be reached, the link breaks, a deadline passes, or no exit status arrives.
+        cannot be reached, the link breaks, a deadline passes, or no exit status arrives; :class:`UsageError` when
+        ``stdin`` cannot be read; and whatever ``on_stdout`` raises.
         """
         command = quote(argv)
         channel = self._open_channel()
@@ -102,6 +103,9 @@ class Connection:
             threading.Thread(target=sender.run, name=f"stdin to {self.name}", daemon=True).start()
             stdout, stderr = self._read(channel, on_stdout, timeout_s, idle_timeout_s)
             status = channel.recv_exit_status() if channel.status_event.wait(SILENT_PEER_S) else -1
+        except _SinkFailed as failed:
+            self.close()
+            raise failed.error from None
         except (paramiko.SSHException, EOFError, OSError) as error:
             self.close()
             raise TransportError(
@@ -143,7 +147,10 @@ class Connection:
                     data = channel.recv(_READ_BYTES)
                     received = True
                     if on_stdout is not None:
-                        on_stdout(data)
+                        try:
+                            on_stdout(data)
+                        except OSError as error:
+                            raise _SinkFailed(error) from error
                         continue
                     stdout += data
                     if len(stdout) > STDOUT_LIMIT_BYTES:
@@ -272,6 +279,14 @@ class Connection:
 
 class _Retryable(TransportError):
     """No connection yet, so nothing was asked of the host: trying again is safe."""
+
+
+class _SinkFailed(Exception):
+    """The desk could not take what came: its disk is full, its reader is gone. Not the link's fault."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _HostKeyRefused(paramiko.SSHException):

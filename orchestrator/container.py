@@ -101,8 +101,20 @@ class Container:
         """Bring the first ``size`` bytes of ``path`` home to ``destination``, whole or not at all.
 
         A ``.part`` left by an earlier try is continued. Raises :class:`RemoteError` when the bytes do not have
-        the hash ``sha256``, and :class:`TransportError` (what came so far stays in the ``.part``).
+        the hash ``sha256``, :class:`UsageError` when the desk cannot write it, and :class:`TransportError` (what
+        came so far stays in the ``.part``).
         """
+        try:
+            self._download(path, destination, size, sha256, on_progress)
+        except OSError as error:
+            raise UsageError(
+                f"{destination} cannot be written at the desk: {error.strerror or error}.",
+                "What came so far is kept; make room or name another folder, then fetch again.",
+            ) from error
+
+    def _download(
+        self, path: str, destination: Path, size: int, sha256: str, on_progress: ByteProgress | None
+    ) -> None:
         destination.parent.mkdir(parents=True, exist_ok=True)
         partial = destination.with_name(f"{destination.name}.{sha256[:16]}.part")
         have = partial.stat().st_size if partial.exists() else 0

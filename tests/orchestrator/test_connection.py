@@ -78,7 +78,7 @@ def test_a_command_without_stdin_sees_its_end_at_once(connection: Connection) ->
 def test_a_silent_command_is_given_up_at_its_deadline(connection: Connection, limit: str, words: str) -> None:
     started = time.monotonic()
     with pytest.raises(TransportError, match=words) as raised:
-        connection.run(["sleep", "60"], **{limit: 0.5})
+        connection.run(["sleep", "60"], **{limit: 0.5})  # type: ignore[arg-type]
     assert time.monotonic() - started < 10
     assert raised.value.exit_status == 3
     assert connection.run(["echo", "again"]).stdout == b"again\n"
@@ -165,6 +165,14 @@ def test_a_link_that_breaks_during_a_command_is_a_transport_error_and_never_a_re
         connection.run(
             [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(30)"], on_stdout=cut
         )
+
+
+def test_an_error_of_whoever_takes_the_output_is_not_taken_for_the_links(connection: Connection) -> None:
+    def full(data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        connection.run(["echo", "x"], on_stdout=full)
 
 
 @pytest.fixture(scope="module")

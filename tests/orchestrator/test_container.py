@@ -154,6 +154,15 @@ def test_a_download_of_a_file_that_is_gone_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_desk_that_cannot_write_is_told_so_and_the_link_is_not_blamed(
+    container: Container, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "file").write_bytes(b"data")
+    (tmp_path / "taken").write_bytes(b"a file where a folder is needed")
+    with pytest.raises(UsageError, match="cannot be written at the desk"):
+        container.download(str(folder / "file"), tmp_path / "taken" / "home", size=4, sha256="0" * 64)
+
+
 def other(destination: Destination, **changes: object) -> Destination:
     return destination.model_copy(update=changes)
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ QUIET = Console(quiet=True)
 
 
 @pytest.fixture
-def agent(container: Container) -> Agent:
+def agent(container: Container) -> Iterator[Agent]:
     """The deployed release's agent, and a venv that is only an interpreter."""
     with QUIET.step("deploy") as report:
         deployed = deploy(container, report)

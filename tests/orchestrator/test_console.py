@@ -1,0 +1,50 @@
+"""What is shown: a container's text cannot command the terminal, and a log in a pipe is the log."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.console import LogWriter, safe
+
+
+def chunks(data: bytes, sizes: list[int]) -> list[bytes]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(data[start : start + size])
+        start += size
+    return [*parts, data[start:]]
+
+
+@given(st.text())
+def test_safe_text_holds_no_control_characters_but_layout(text: str) -> None:
+    assert not [c for c in safe(text) if (ord(c) < 32 or 127 <= ord(c) < 160) and c not in "\n\r\t"]
+
+
+def test_escape_sequences_disappear_whole() -> None:
+    assert safe("a\x1b[2Jb\x1b[31mred\x1b[0m\x1b]0;title\x07c") == "abredc"
+
+
+def test_printable_text_of_any_language_stays() -> None:
+    assert safe("Zürich 東京 🙂\tx\r\n") == "Zürich 東京 🙂\tx\r\n"
+
+
+@given(st.binary(max_size=400), st.lists(st.integers(0, 50), max_size=10))
+def test_a_log_in_a_file_is_byte_exact(data: bytes, sizes: list[int]) -> None:
+    stream = io.BytesIO()
+    writer = LogWriter(stream, is_terminal=False)
+    for chunk in chunks(data, sizes):
+        writer.write(chunk)
+    assert stream.getvalue() == data
+
+
+@given(st.text(max_size=60), st.lists(st.integers(0, 9), max_size=30))
+def test_on_a_terminal_the_split_into_chunks_does_not_show(text: str, sizes: list[int]) -> None:
+    data = (text + "\x1b[31mend\x1b[0m.\n").encode("utf-8", errors="replace")
+    stream = io.BytesIO()
+    writer = LogWriter(stream, is_terminal=True)
+    for chunk in chunks(data, sizes):
+        writer.write(chunk)
+    assert stream.getvalue().decode() == safe(data.decode())
