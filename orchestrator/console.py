@@ -24,6 +24,7 @@ _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 )
 _PLAIN_PROGRESS_EVERY_S = 5.0
+WIDTH_IN_A_FILE = 400
 
 
 def safe(text: str) -> str:
@@ -74,7 +75,9 @@ class Console:
     """The terminal, or a plain stream when there is none."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.out = RichConsole(highlight=False, soft_wrap=True)
+        # A table in a pipe or file is for a program or for later: nothing of it is cut to a width.
+        width = None if sys.stdout.isatty() else WIDTH_IN_A_FILE
+        self.out = RichConsole(highlight=False, soft_wrap=True, width=width)
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
         self.quiet = quiet
 

@@ -38,7 +38,7 @@ class TorchPin(_Section):
     ``backend`` names the build's index by uv's ``--torch-backend`` (``cu128``, ``cpu``); null takes torch from the
     ordinary indexes and find-links. ``index_url`` replaces the backend's own index by a mirror of it. ``cuda`` and
     ``git`` (``torch.version.cuda`` and ``torch.version.git_version``, or a prefix of it) are checked after the
-    install when they are set; ``cuda`` follows from a ``cuXYZ`` backend.
+    install when they are set; without ``cuda``, what the backend's name says is checked.
     """
 
     version: str = "2.11.0"
@@ -67,13 +67,6 @@ class TorchPin(_Section):
         if git is not None and not re.fullmatch(r"[0-9a-f]{7,40}", git):
             raise ValueError("7 to 40 hex digits of torch.version.git_version")
         return git
-
-    @model_validator(mode="after")
-    def _cuda_from_backend(self) -> TorchPin:
-        match = re.fullmatch(r"cu(\d+)(\d)", self.backend or "")
-        if self.cuda is None and match:
-            object.__setattr__(self, "cuda", f"{match[1]}.{match[2]}")
-        return self
 
 
 class IndexSettings(_Section):

@@ -30,7 +30,7 @@ def test_the_shipped_inventory_describes_eight_gpus_with_targets_on_0_to_4_and_d
     assert destination.container.drafters == (5, 6, 7)
     assert destination.container.recipe == "qwen3-8b"
     assert destination.container.torch.version == "2.11.0"
-    assert destination.container.torch.cuda == "12.8"
+    assert destination.container.torch.backend == "cu128"
 
 
 def test_a_container_takes_from_the_defaults_what_it_does_not_set(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ hosts:
         "2.12.0",
         "cpu",
     )
-    assert resolve(inventory, "one", "101", tmp_path).container.torch.cuda == "13.0"
+    assert resolve(inventory, "one", "101", tmp_path).container.torch.backend == "cu130"
     assert inventory.hosts["one"].user == "operator"
 
 
