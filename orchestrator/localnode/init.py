@@ -174,7 +174,7 @@ def _handle(connection: socket.socket, rootfs: str) -> None:
     """In a child of init: read one request and become what it asks for. Never returns."""
     status = 1
     try:
-        header, fds, _, _ = socket.recv_fds(connection, HEADER_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+        header, fds, _, _ = socket.recv_fds(connection, HEADER_BYTES, 3)
         while header and len(header) < HEADER_BYTES:
             header += connection.recv(HEADER_BYTES - len(header))
         if header[:1] == STOP:
@@ -209,6 +209,7 @@ def _exec(argv: list[bytes], environment: dict[bytes, bytes], fds: list[int], ro
     """Become the command, as lxc-attach does: 127 when there is none, 126 when it cannot be executed."""
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
+        os.close(fd)
     # A session of its own, as sshd gives it, so that a signal to "my process group" stays with the command.
     os.setsid()
     os.umask(0o022)

@@ -36,6 +36,11 @@ INIT_LOG = "init.log"
 CONTAINER_INVENTORY = "inventory.json"
 
 
+def is_container_id(text: str) -> bool:
+    """Whether Proxmox would take ``text`` for the number of a container: from 100 to 999999999."""
+    return text.isascii() and text.isdigit() and 3 <= len(text) <= 9 and text[0] != "0"
+
+
 def container_folder(state: str, container_id: str) -> str:
     return os.path.join(state, CONTAINERS, container_id)
 
@@ -47,4 +52,4 @@ def container_ids(state: str) -> list[str]:
     except FileNotFoundError:
         return []
     known = [name for name in names if os.path.isfile(os.path.join(container_folder(state, name), CONFIG))]
-    return sorted((name for name in known if name.isdigit()), key=int)
+    return sorted((name for name in known if is_container_id(name)), key=int)

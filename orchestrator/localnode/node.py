@@ -106,7 +106,7 @@ def add_container(
     Raises :class:`UsageError` for an id that is taken or is none, or when the node does not run.
     """
     state = _absolute(state_dir)
-    if not (container_id.isascii() and container_id.isdigit() and 3 <= len(container_id) <= 9):
+    if not layout.is_container_id(container_id):
         raise UsageError(
             f"{container_id!r} is not a container id.", "Proxmox numbers containers from 100 on."
         )

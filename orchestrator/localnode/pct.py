@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 from orchestrator.localnode import containers, init, layout, options
 
-HOST_PATH = "/sbin:/bin:/usr/sbin:/usr/bin"
-CLEAR_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_NOT_KEPT = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+HOST_PATH = b"/sbin:/bin:/usr/sbin:/usr/bin"
+CLEAR_PATH = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_REPLACED = (b"PATH", b"container", b"SSL_CERT_FILE", b"SSL_CERT_DIR")
 
 
 def main(state: str, arguments: list[str]) -> int:
@@ -53,18 +53,22 @@ def _exec(state: str, words: list[str]) -> int:
         return _attach(connection, argv, _environment(keep=given.get("keep-env", "1") == "1"))
 
 
-def _environment(keep: bool) -> dict[str, str]:
-    """What lxc-attach gives the command: the host session's environment with pct's own PATH, or almost none."""
+def _environment(keep: bool) -> list[bytes]:
+    """What lxc-attach gives the command: the host session's environment with pct's own PATH, or almost none.
+
+    Read from the kernel, because Python adds LC_CTYPE to ``os.environ`` in a C locale.
+    """
     if not keep:
-        return {"PATH": CLEAR_PATH, "container": "lxc"}
-    kept = {key: value for key, value in os.environ.items() if key not in _NOT_KEPT}
-    return {**kept, "PATH": HOST_PATH, "container": "lxc"}
+        return [b"PATH=" + CLEAR_PATH, b"container=lxc"]
+    with open("/proc/self/environ", "rb") as file:
+        pairs = file.read().split(b"\0")
+    kept = [pair for pair in pairs if pair and pair.partition(b"=")[0] not in _REPLACED]
+    return [*kept, b"PATH=" + HOST_PATH, b"container=lxc"]
 
 
-def _attach(connection: socket.socket, argv: list[str], environment: dict[str, str]) -> int:
+def _attach(connection: socket.socket, argv: list[str], environment: list[bytes]) -> int:
     """Run ``argv`` in the container on this process's standard streams; its exit status, or 128 + its signal."""
-    pairs = [f"{key}={value}" for key, value in environment.items()]
-    body = os.fsencode("\0".join([str(len(argv)), *argv, *pairs]))
+    body = b"\0".join([b"%d" % len(argv), *map(os.fsencode, argv), *environment])
     try:
         init.send(connection, init.EXEC, body, (0, 1, 2))
         answer = _receive_line(connection)
@@ -190,15 +194,11 @@ def _arguments(positional: list[str], least: int, most: int | None) -> list[str]
         raise options.UsageFault("400 not enough arguments")
     if most is not None and len(positional) > most:
         raise options.UsageFault("400 too many arguments")
-    if least and not _is_container_id(positional[0]):
+    if least and not layout.is_container_id(positional[0]):
         raise options.UsageFault(
             "400 Parameter verification failed.\nvmid: invalid format - value does not look like a valid VM ID"
         )
     return positional
-
-
-def _is_container_id(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 3 <= len(text) <= 9 and text[0] != "0"
 
 
 def _require_running(state: str, container_id: str, message: str) -> None:

@@ -14,6 +14,8 @@ from orchestrator.localnode import layout
 from orchestrator.localnode.inventory_file import ContainerPlan
 from orchestrator.localnode.server import ADDRESS
 
+_INTERPRETER_LINE_BYTES = 127  # BINPRM_BUF_SIZE - 1 of kernels before 5.1
+
 
 def make_folders(state: Path) -> None:
     for name in (layout.HOME, layout.CONTAINERS, "etc", "bin", "lib", "run", "log"):
@@ -45,19 +47,12 @@ def write_launchers(state: Path) -> None:
     """``bin/pct`` and ``lib/container-init``: Python scripts that know their state folder.
 
     They run under the base interpreter, isolated and without site-packages: that starts in a few milliseconds and
-    does not depend on the desk's venv. The interpreter is named by ``exec`` in a line that is a string to Python,
-    since a ``#!`` line takes no spaces and not more than 127 bytes.
+    does not depend on the desk's venv.
     """
-    head = (
-        "#!/bin/sh\n"
-        f"'''exec' {shlex.quote(base_python())} -I -S \"$0\" \"$@\"\n"
-        "' '''\n"
-        "import sys\n"
-        f"sys.path.insert(0, {str(package_root())!r})\n"
-    )
+    head = f"{_interpreter_line(base_python())}import sys\nsys.path.insert(0, {str(package_root())!r})\n"
     pct = (
-        "import signal\n"
-        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        # Interrupted, it ends by the signal, without a traceback.
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         f"from orchestrator.localnode.pct import main\nsys.exit(main({str(state)!r}, sys.argv[1:]))\n"
     )
     container_init = (
@@ -65,6 +60,15 @@ def write_launchers(state: Path) -> None:
     )
     for name, body in ((layout.PCT, pct), (layout.CONTAINER_INIT, container_init)):
         write_atomically(state / name, (head + body).encode("utf-8"), 0o755)
+
+
+def _interpreter_line(python: str) -> str:
+    """``#!`` and the interpreter; where the kernel would not take its path, a line that is ``exec`` to a shell and a
+    string to Python."""
+    line = f"#!{python} -IS\n"
+    if len(os.fsencode(line)) <= _INTERPRETER_LINE_BYTES and not any(letter.isspace() for letter in python):
+        return line
+    return f"#!/bin/sh\n'''exec' {shlex.quote(python)} -IS \"$0\" \"$@\"\n' '''\n"
 
 
 def make_container(state: Path, container_id: str, plan: ContainerPlan) -> None:

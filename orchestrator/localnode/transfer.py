@@ -12,6 +12,7 @@ import grp
 import os
 import pwd
 import sys
+from collections.abc import Callable
 
 _CHUNK_BYTES = 1 << 20
 
@@ -85,7 +86,7 @@ def _create_file(path: str, options: dict[str, str]) -> int:
     return fd
 
 
-def _number(name: str | None, what: str, look_up) -> int:  # type: ignore[no-untyped-def]
+def _number(name: str | None, what: str, look_up: Callable[[str], int]) -> int:
     if name is None:
         return -1
     if name.isdigit():
@@ -100,6 +101,7 @@ def _mode(perms: str | None) -> int | None:
     """Octal unless it starts with ``0x``."""
     if perms is None:
         return None
+    perms = perms if perms.startswith("0") else f"0{perms}"
     try:
         return int(perms, 16 if perms.lower().startswith("0x") else 8)
     except ValueError:
