@@ -24,7 +24,6 @@ _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 )
 _PLAIN_PROGRESS_EVERY_S = 5.0
-WIDTH_IN_A_FILE = 400
 
 
 def safe(text: str) -> str:
@@ -75,9 +74,7 @@ class Console:
     """The terminal, or a plain stream when there is none."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        # A table in a pipe or file is for a program or for later: nothing of it is cut to a width.
-        width = None if sys.stdout.isatty() else WIDTH_IN_A_FILE
-        self.out = RichConsole(highlight=False, soft_wrap=True, width=width)
+        self.out = RichConsole(highlight=False, soft_wrap=True)
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
         self.quiet = quiet
 
@@ -112,9 +109,16 @@ class Console:
             self.err.print(Text(safe(error.hint)))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Rows under headings; in a pipe or file as tab-separated lines, so that nothing is cut to a width."""
+        texts = [[safe("" if cell is None else str(cell)) for cell in row] for row in rows]
+        if not self.out.is_terminal:
+            for row in [list(columns), *texts]:
+                sys.stdout.write("\t".join(" ".join(cell.split()) for cell in row) + "\n")
+            sys.stdout.flush()
+            return
         table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-        for row in rows:
-            table.add_row(*(Text(safe("" if cell is None else str(cell))) for cell in row))
+        for row in texts:
+            table.add_row(*(Text(cell) for cell in row))
         self.out.print(table)
 
     def json(self, value: object) -> None:

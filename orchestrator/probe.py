@@ -28,7 +28,6 @@ def show_probe(console: Console, found: dict[str, Any]) -> None:
             "No venv is built yet: `venv` builds it, then `probe` tells of its torch as well.", "yellow"
         )
         return
-    console.out.print()
     console.table(("venv", ""), list(_rows(found["venv"])))
 
 
