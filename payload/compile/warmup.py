@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from payload.compile.cache import (
 )
 from payload.compile.fingerprint import Facts, collect_facts
 from payload.compile.policy import decide
-from payload.compile.worker import WorkReport, WorkRequest
+from payload.compile.worker import Role, WorkReport, WorkRequest
 from payload.errors import PayloadError
 from payload.recipe import Recipe, recipe_from_dict
 
@@ -54,16 +54,20 @@ class Job:
     """One warm-up: what to compile, for which device, into which cache."""
 
     recipe: dict[str, Any]
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
     device: str
     facts: Facts
     cache: CacheDir
 
 
-def distinct_roles(recipe: Recipe) -> tuple[str, ...]:
+def distinct_roles(recipe: Recipe) -> tuple[Role, ...]:
     """The roles that occur among the ranks: each is one program, as every rank of a role runs the same shapes."""
     targets, drafters = set(recipe.topology.targets), set(recipe.topology.drafters)
-    by_role = {"target": targets - drafters, "drafter": drafters - targets, "both": targets & drafters}
+    by_role: dict[Role, set[int]] = {
+        "target": targets - drafters,
+        "drafter": drafters - targets,
+        "both": targets & drafters,
+    }
     return tuple(role for role, ranks in by_role.items() if ranks)
 
 
@@ -73,11 +77,11 @@ def warm_up(request: Request, events: Events) -> dict[str, Any]:
 
     recipe = recipe_from_dict(request.need("recipe", dict))
     device = request.get("device", str) or ("cuda" if torch.cuda.is_available() else "cpu")
-    decision = decide(recipe.compile, device)
-    if not decision.compiled:
-        return {"compiled": False, "reason": decision.reason, "fingerprint": None}
     resolved = recipe.to_dict()
     facts = collect_facts(resolved, device)
+    decision = decide(recipe.compile, device)
+    if not decision.compiled:
+        return {"compiled": False, "reason": decision.reason, "fingerprint": facts.fingerprint}
     job = Job(resolved, distinct_roles(recipe), device, facts, cache_dir(request.root, facts.fingerprint))
     layout = Layout.at(request.root)
     with hold(layout, f"cache-{facts.fingerprint}", "warmup", request.get("holder", str) or ""):
@@ -100,37 +104,33 @@ def warm_up(request: Request, events: Events) -> dict[str, Any]:
 
 def _warm(request: Request, job: Job, events: Events) -> tuple[Manifest, str]:
     """Reuse, load or compile, in this order; what is damaged or from elsewhere is said and left behind."""
-    manifest = _usable(request.root, job, events)
-    if manifest is not None:
+    known = _sound_manifest(request.root, job, events)
+    recorded = {program.role for program in known.programs} if known else set()
+    missing = tuple(role for role in job.roles if role not in recorded)
+    if known is not None and not missing:
         if request.get("prove", bool):
-            _prove(job, events)
-        return manifest, "reused"
+            _require_no_misses(job, _run_all(job, job.roles, "proving", events))
+        return known, "reused"
     artifact = request.get("artifact", str)
     if artifact is not None:
         try:
             blobs = read_artifact(Path(artifact), job.facts)
-            return _fill(job, blobs, events), "artifact"
+            return _fill(job, missing, known, events, blobs), "artifact"
         except PayloadError as error:
             if error.kind != "refused":
                 raise
             events.note(error.message)
-            if job.cache.path.exists():
-                remove_cache(request.root, job.cache)
-    return _fill(job, {}, events), "compiled"
+    return _fill(job, missing, known, events), "compiled"
 
 
-def _usable(root: str, job: Job, events: Events) -> Manifest | None:
-    """The manifest of a cache that is whole and holds every role; otherwise clears the way for a new one."""
+def _sound_manifest(root: str, job: Job, events: Events) -> Manifest | None:
+    """The manifest of a cache that is whole. Anything else in its place is removed, with a note if it was damaged."""
     try:
         manifest = read_manifest(job.cache)
         wrong = verify(job.cache) if manifest is not None else []
     except PayloadError as error:
         manifest, wrong = None, [error.message]
-    if (
-        manifest is not None
-        and not wrong
-        and {program.role for program in manifest.programs} >= set(job.roles)
-    ):
+    if manifest is not None and not wrong:
         return manifest
     if wrong:
         events.note(f"the compile cache {job.cache.fingerprint} is refused and built anew: {wrong[0]}")
@@ -139,30 +139,36 @@ def _usable(root: str, job: Job, events: Events) -> Manifest | None:
     return None
 
 
-def _fill(job: Job, blobs: Mapping[str, bytes], events: Events) -> Manifest:
-    """Fill the empty cache from ``blobs`` (role -> artifact) or by compiling, prove it, and write its manifest."""
+def _fill(
+    job: Job,
+    roles: Sequence[Role],
+    known: Manifest | None,
+    events: Events,
+    blobs: Mapping[str, bytes] | None = None,
+) -> Manifest:
+    """Add programs to the cache, from ``blobs`` (role -> artifact) or by compiling; prove them; write the manifest.
+
+    ``known`` is the manifest of what the cache holds already: it stays, so that a run that uses it is not disturbed.
+    """
     began = time.monotonic()
     for folder in (job.cache.inductor, job.cache.triton):
         folder.mkdir(parents=True, exist_ok=True)
-    first = _run_all(job, "loading" if blobs else "compiling", blobs, events)
-    proof, saved = _prove(job, events)
+    saved = read_artifact(job.cache.artifact, job.facts) if known is not None else {}
+    if blobs is not None:
+        # Each process first writes its blob to the cache: finding everything there is the proof already.
+        first = proved = _run_all(job, roles, "loading", events, blobs, saved)
+    else:
+        first = _run_all(job, roles, "compiling", events)
+        compiled = [role for role in roles if first[role].graphs]
+        proved = {**first, **_run_all(job, compiled, "proving", events, saved=saved)}
+    _require_no_misses(job, proved)
+    programs = [_record(first[role], proved[role]) for role in roles]
     manifest = Manifest(
         fingerprint=job.facts.fingerprint,
         facts=job.facts,
-        programs=tuple(
-            ProgramRecord(
-                role=report.role,
-                seconds=report.seconds,
-                hits=report.hits,
-                misses=report.misses,
-                proved_hits=proved.hits,
-                proved_misses=proved.misses,
-                proved_seconds=proved.seconds,
-            )
-            for report, proved in zip(first, proof, strict=True)
-        ),
+        programs=(*(known.programs if known else ()), *programs),
         artifact=write_artifact(job.cache.artifact, job.facts, saved),
-        attention=", ".join(sorted({report.attention for report in proof})),
+        attention=", ".join(sorted({report.attention for report in proved.values()})),
         seconds=time.monotonic() - began,
         created_at=time.time(),
         files=hash_files(job.cache),
@@ -171,42 +177,57 @@ def _fill(job: Job, blobs: Mapping[str, bytes], events: Events) -> Manifest:
     return manifest
 
 
-def _prove(job: Job, events: Events) -> tuple[list[WorkReport], dict[str, bytes]]:
-    """Run every program once more, each in a new process. Raises PayloadError if one of them compiled anything."""
-    saved: dict[str, bytes] = {}
-    reports = _run_all(job, "proving", {}, events, saved)
-    for report in reports:
+def _record(first: WorkReport, proved: WorkReport) -> ProgramRecord:
+    return ProgramRecord(
+        role=first.role,
+        seconds=first.seconds,
+        hits=first.hits,
+        misses=first.misses,
+        proved_hits=proved.hits,
+        proved_misses=proved.misses,
+        proved_seconds=proved.seconds,
+    )
+
+
+def _require_no_misses(job: Job, reports: Mapping[Role, WorkReport]) -> None:
+    """Raises PayloadError (kind ``refused``) when a program compiled anything in a second process."""
+    for role, report in reports.items():
         if report.misses or report.bypassed:
             raise PayloadError(
-                f"the compile cache {job.cache.fingerprint} is not warm: a second process of the {report.role} "
-                f"missed {report.misses} graphs and could not cache {report.bypassed} (it hit {report.hits})",
-                "Something that decides what is compiled differs from process to process; run with "
-                "TORCH_LOGS=+torch._inductor.codecache to see which part of the key.",
+                f"the compile cache {job.cache.fingerprint} is not warm: a new process of the {role} missed "
+                f"{report.misses} graphs and could not cache {report.bypassed} (it found {report.hits})",
+                "Something that decides what is compiled differs from process to process; "
+                "TORCH_LOGS=+torch._inductor.codecache shows which part of a key.",
+                kind="refused",
             )
-    return reports, saved
 
 
 def _run_all(
-    job: Job, doing: str, blobs: Mapping[str, bytes], events: Events, saved: dict[str, bytes] | None = None
-) -> list[WorkReport]:
-    reports = []
-    for done, role in enumerate(job.roles):
-        events.progress(f"{doing} the {role}'s step", done=done, total=len(job.roles))
+    job: Job,
+    roles: Sequence[Role],
+    doing: str,
+    events: Events,
+    blobs: Mapping[str, bytes] | None = None,
+    saved: dict[str, bytes] | None = None,
+) -> dict[Role, WorkReport]:
+    """Run each role's program in a process of its own; with ``saved``, put their artifacts there."""
+    reports: dict[Role, WorkReport] = {}
+    for done, role in enumerate(roles):
+        events.progress(f"{doing} the {role}'s step", done=done, total=len(roles))
         with tempfile.TemporaryDirectory(prefix="warmup-") as folder:
             load, save = Path(folder, "load.bin"), Path(folder, "save.bin")
-            if role in blobs:
+            if blobs and role in blobs:
                 load.write_bytes(blobs[role])
             request = WorkRequest(
                 recipe=job.recipe,
                 role=role,
                 device=job.device,
-                load=str(load) if role in blobs else None,
+                load=str(load) if load.exists() else None,
                 save=str(save) if saved is not None else None,
             )
-            reports.append(run_worker(request, job.cache.environment(), Path(folder)))
-            if saved is not None:
+            reports[role] = run_worker(request, job.cache.environment(), Path(folder))
+            if saved is not None and save.exists():
                 saved[role] = save.read_bytes()
-    events.progress(f"{doing}: done", done=len(job.roles), total=len(job.roles))
     return reports
 
 

@@ -13,17 +13,20 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from payload.errors import PayloadError
+
+Role = Literal["target", "drafter", "both"]
 
 
 @dataclass(frozen=True)
 class WorkRequest:
-    """What to run. ``load`` and ``save`` are paths of torch's cache artifacts, or None."""
+    """What to run. ``load`` and ``save`` are paths of torch's cache artifacts, or None. A program that compiles nothing
+    saves nothing."""
 
     recipe: dict[str, Any]
-    role: str
+    role: Role
     device: str
     load: str | None = None
     save: str | None = None
@@ -33,7 +36,7 @@ class WorkRequest:
 class WorkReport:
     """What happened: the wall time of the first ``run_once``, and the compiler's counters after it."""
 
-    role: str
+    role: Role
     seconds: float
     build_seconds: float
     hits: int
@@ -41,6 +44,11 @@ class WorkReport:
     bypassed: int
     recompiles: int
     attention: str
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs the program has; 0 when nothing of it is compiled."""
+        return self.hits + self.misses + self.bypassed
 
 
 def run(request: WorkRequest) -> WorkReport:
@@ -69,7 +77,8 @@ def run(request: WorkRequest) -> WorkReport:
     counts = read_counts()
     if request.save is not None:
         saved = torch.compiler.save_cache_artifacts()
-        Path(request.save).write_bytes(saved[0] if saved is not None else b"")
+        if saved is not None:
+            Path(request.save).write_bytes(saved[0])
     return WorkReport(
         role=request.role,
         seconds=ended - built,
