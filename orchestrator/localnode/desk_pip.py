@@ -23,6 +23,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 DEFAULT_TIMEOUT_S = 300
 _RESOLVE_TIMEOUT_S = 60.0
+_SYSTEM_FILE = Path("/etc/pip.conf")
 _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
 _UV_COMPILE = ("pip", "compile", "-", "--quiet", "--no-config", "--no-cache", "--no-deps", "--offline")
 _SECTIONS = ("global", "install")
@@ -85,7 +86,7 @@ def _configuration_files(environment: Mapping[str, str], prefix: Path) -> Iterat
     for folder in environment.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"):
         if folder:
             yield Path(folder, "pip", "pip.conf")
-    yield Path("/etc/pip.conf")
+    yield _SYSTEM_FILE
     if not (chosen and Path(chosen).exists()):
         home = _home(environment)
         yield home / ".pip" / "pip.conf"

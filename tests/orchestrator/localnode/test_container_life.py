@@ -27,9 +27,18 @@ from tests.orchestrator.localnode.conftest import (
 )
 
 
+@pytest.fixture(scope="module")
+def own_node(tmp_path_factory):
+    state = tmp_path_factory.mktemp("life") / "state"
+    yield node.start(state, environment=NO_PIP_SETTINGS)
+    node.stop(state)
+
+
 @pytest.fixture
-def info(fresh_node):
-    return fresh_node()
+def info(own_node):
+    """A node whose container 200 runs, empty, whatever the test before did to it."""
+    pct(own_node, "stop", "200")
+    return node.start(state_of(own_node), environment=NO_PIP_SETTINGS)
 
 
 def start_in(info, *argv: str) -> subprocess.Popen[bytes]:
