@@ -10,6 +10,7 @@ from pathlib import Path
 import asyncssh
 
 import orchestrator
+from orchestrator.errors import UsageError
 from orchestrator.localnode import layout
 from orchestrator.localnode.inventory_file import ContainerPlan
 from orchestrator.localnode.server import ADDRESS
@@ -18,6 +19,11 @@ _INTERPRETER_LINE_BYTES = 127  # BINPRM_BUF_SIZE - 1 of kernels before 5.1
 
 
 def make_folders(state: Path) -> None:
+    """The state folder and those in it. Raises :class:`UsageError` when it holds something that is no node."""
+    if state.exists() and not (state / layout.NODE_LOCK).exists() and any(state.iterdir()):
+        raise UsageError(
+            f"{state} is not a node's folder, and it is not empty.", "Name a new folder for the node."
+        )
     for name in (layout.HOME, layout.CONTAINERS, "etc", "bin", "lib", "run", "log"):
         (state / name).mkdir(parents=True, exist_ok=True)
     # Whoever may enter could run commands through the containers' sockets.

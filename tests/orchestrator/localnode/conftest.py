@@ -38,6 +38,8 @@ def running_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeInfo]
     info = node.start(state, environment=NO_PIP_SETTINGS)
     yield info
     node.stop(state)
+    for log in [state / "log/server.log", *state.glob("containers/*/init.log")]:
+        assert "Traceback" not in log.read_text(), log.read_text()
 
 
 @pytest.fixture

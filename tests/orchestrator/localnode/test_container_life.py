@@ -187,12 +187,12 @@ def test_garbage_at_the_socket_does_not_end_the_container(info):
     assert pct(info, "exec", "200", "--", "true").status == 0
 
 
-def test_a_hundred_commands_at_once_neither_fail_nor_hang(info):
+def test_forty_commands_at_once_neither_fail_nor_hang(info):
     commands = [
-        subprocess.Popen([str(info.pct), "exec", "200", "--", "sh", "-c", f"exit {number % 250}"])
-        for number in range(100)
+        subprocess.Popen([str(info.pct), "exec", "200", "--", "sh", "-c", f"exit {number}"])
+        for number in range(40)
     ]
-    assert [command.wait(60) for command in commands] == [number % 250 for number in range(100)]
+    assert [command.wait(60) for command in commands] == list(range(40))
 
 
 def test_a_state_folder_with_a_long_and_awkward_name_works(tmp_path):
