@@ -145,7 +145,14 @@ class Recipe:
         plain = self.to_dict()
         plain.pop("name")
         plain.pop("compile")
-        for key in ("log_every", "checkpoint_every", "eval_every", "keep_last", "prefetch", "assert_improves"):
+        for key in (
+            "log_every",
+            "checkpoint_every",
+            "eval_every",
+            "keep_last",
+            "prefetch",
+            "assert_improves",
+        ):
             plain["train"].pop(key)
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -221,7 +228,10 @@ def _checked(recipe: Recipe, located: Located) -> Recipe:
             refuse(section, key, "must lie between 0 and 1")
     if recipe.drafter.block_size < 2:
         refuse("drafter", "block_size", "must be at least 2: the anchor and one drafted token")
-    if recipe.drafter.layer_types is not None and len(recipe.drafter.layer_types) != recipe.drafter.num_layers:
+    if (
+        recipe.drafter.layer_types is not None
+        and len(recipe.drafter.layer_types) != recipe.drafter.num_layers
+    ):
         refuse("drafter", "layer_types", f"must name {recipe.drafter.num_layers} layers, one for each")
     sliding = "sliding_attention" in (recipe.drafter.layer_types or ())
     if sliding and not recipe.drafter.sliding_window:

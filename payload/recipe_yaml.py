@@ -107,7 +107,11 @@ def _fit(kind: Any, item: Located, name: str) -> Any:
         return _fit(options[-1], item, name)
     if origin is Literal:
         # YAML 1.1 reads a bare on or off as a boolean.
-        value = {True: "on", False: "off"}.get(item.value, item.value) if isinstance(item.value, bool) else item.value
+        value = (
+            {True: "on", False: "off"}.get(item.value, item.value)
+            if isinstance(item.value, bool)
+            else item.value
+        )
         if value not in get_args(kind):
             raise _misfit(item, name, "one of " + ", ".join(map(str, get_args(kind))))
         return value

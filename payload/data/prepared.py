@@ -114,7 +114,9 @@ class PackedRows:
 
     def __init__(self, path: Path, batch_size: int, seed: int) -> None:
         self._file = safe_open(path, framework="pt")
-        self._slices = {name: self._file.get_slice(name) for name in ("input_ids", "loss_mask", "document_ids")}
+        self._slices = {
+            name: self._file.get_slice(name) for name in ("input_ids", "loss_mask", "document_ids")
+        }
         self.rows, self.row_length = self._slices["input_ids"].get_shape()
         self.batch_size = batch_size
         self.batches_per_epoch = max(1, self.rows // batch_size)

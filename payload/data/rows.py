@@ -44,7 +44,9 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield a file's rows; blank lines are passed over, a line that is no JSON object has content None."""
     if not path.is_file():
         raise PayloadError(
-            f"No data file {path}.", hint="data.train and data.eval name JSONL files or hub:NAME.", kind="usage"
+            f"No data file {path}.",
+            hint="data.train and data.eval name JSONL files or hub:NAME.",
+            kind="usage",
         )
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -63,7 +65,7 @@ def _read_hub(source: str) -> Iterator[Row]:
     name, _, split = source.removeprefix("hub:").partition(":")
     try:
         rows = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # noqa: BLE001 - the library raises many kinds, each meaning that there are no rows
+    except Exception as error:
         raise PayloadError(
             f"Cannot load the data set {name}: {error}",
             hint="Check its name and the network, or give a JSONL file instead.",

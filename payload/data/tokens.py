@@ -22,7 +22,9 @@ class RowSkippedError(Exception):
     """A row that cannot be used; the text is the reason by which skips are counted."""
 
 
-def encode_row(row: Row, tokenizer: Any, max_length: int, min_loss_tokens: int, notes: Counter[str]) -> Example:
+def encode_row(
+    row: Row, tokenizer: Any, max_length: int, min_loss_tokens: int, notes: Counter[str]
+) -> Example:
     """Turn ``{"messages": …}``, ``{"text": …}`` or ``{"input_ids": …[, "loss_mask": …]}`` into an example.
 
     Longer documents are cut at ``max_length``. What was cut or left unsupervised is counted in ``notes``.
@@ -91,7 +93,9 @@ def verify_template(tokenizer: Any) -> None:
     try:
         example = encode_chat(probe, tokenizer, Counter())
     except RowSkippedError as error:
-        raise PayloadError(f"The chat template cannot be used for training: {error}.", kind="refused") from error
+        raise PayloadError(
+            f"The chat template cannot be used for training: {error}.", kind="refused"
+        ) from error
     supervised = [token for token, kept in zip(example.input_ids, example.loss_mask, strict=True) if kept]
     text = tokenizer.decode(supervised, skip_special_tokens=False)
     if answer not in text or "How many days?" in text:
@@ -105,7 +109,7 @@ def verify_template(tokenizer: Any) -> None:
 def _render(tokenizer: Any, messages: list[dict[str, str]], generation: bool) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
-    except Exception as error:  # noqa: BLE001 - a template raises whatever its author chose
+    except Exception as error:
         raise RowSkippedError(f"the chat template refuses it: {error}") from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -30,7 +30,20 @@ _ANIMALS = {
     "blue whale": ("the wide ocean", "krill and small fish", "a huge heart"),
 }
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo")
-_THINGS = ("apples", "books", "coins", "drums", "eggs", "flags", "hats", "keys", "lamps", "maps", "pears", "stones")
+_THINGS = (
+    "apples",
+    "books",
+    "coins",
+    "drums",
+    "eggs",
+    "flags",
+    "hats",
+    "keys",
+    "lamps",
+    "maps",
+    "pears",
+    "stones",
+)
 _COLOURS = ("red", "blue", "green", "yellow", "white", "black", "orange", "purple")
 _PLACES = ("the park", "the market", "the library", "the station", "the river", "the school", "the garden")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")

@@ -1,0 +1,133 @@
+"""Checkpoints of a run: complete or absent, verified before they are used, the newest few and the best kept.
+
+``checkpoints/step-000100/`` holds ``trainer.safetensors`` (fp32 master weights and optimizer state), ``state.json``
+(the step and what the run has measured so far), ``drafter/`` (the export in z-lab's format) and ``manifest.json``.
+Everything random in training is a function of the seed and the step, so that is all an exact resume needs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from payload.data.sealed import open_sealed, sealed_folder
+from payload.drafter.checkpoint import save_drafter
+from payload.drafter.config import DrafterConfig
+from payload.errors import PayloadError
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. ``identity`` names the recipe and the data; a resume checks it."""
+
+    step: int
+    identity: str
+    tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    accepted_before: float | None = None
+    accepted: float | None = None
+    """Held-out accepted length at this step, where it was measured."""
+    best_accepted: float | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds in memory: ``weights`` (fp32 masters), ``optimizer`` state, and progress."""
+
+    progress: Progress
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+
+
+def checkpoint_folder(checkpoints: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def write_checkpoint(
+    checkpoints: Path, snapshot: Snapshot, config: DrafterConfig, card: str | None = None
+) -> Path:
+    """Write a snapshot and the drafter's export as one sealed folder; an older one of the same step is replaced."""
+    final = checkpoint_folder(checkpoints, snapshot.progress.step)
+    tensors = {f"weights.{name}": _stored(tensor) for name, tensor in snapshot.weights.items()}
+    tensors |= {f"optimizer.{name}": _stored(tensor) for name, tensor in snapshot.optimizer.items()}
+    with sealed_folder(final, step=snapshot.progress.step) as partial:
+        save_file(tensors, partial / "trainer.safetensors")
+        (partial / "state.json").write_text(json.dumps(asdict(snapshot.progress), indent=1), encoding="utf-8")
+        save_drafter(partial / "drafter", snapshot.weights, config, card)
+    return final
+
+
+def read_checkpoint(folder: Path) -> Snapshot:
+    """Read a verified checkpoint. Raises ``PayloadError`` when it is incomplete or damaged."""
+    open_sealed(folder)
+    try:
+        progress = Progress(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+        tensors = load_file(folder / "trainer.safetensors")
+    except (OSError, ValueError, TypeError) as error:
+        raise PayloadError(f"The checkpoint {folder} cannot be read: {error}") from error
+    return Snapshot(
+        progress,
+        weights={
+            name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")
+        },
+        optimizer={
+            name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")
+        },
+    )
+
+
+def newest_checkpoint(checkpoints: Path, warn: Callable[[str], None]) -> Snapshot | None:
+    """The newest checkpoint that is whole; each broken one on the way is passed over with a warning."""
+    for step, folder in sorted(_by_step(checkpoints).items(), reverse=True):
+        try:
+            return read_checkpoint(folder)
+        except PayloadError as error:
+            warn(f"warning: the checkpoint of step {step} is not used: {error.message}")
+    return None
+
+
+def drop_old_checkpoints(checkpoints: Path, keep_last: int) -> list[int]:
+    """Delete all but the newest ``keep_last`` and the one with the greatest accepted length; returns dropped steps."""
+    folders = _by_step(checkpoints)
+    kept = set(sorted(folders)[-keep_last:])
+    scores = {
+        step: accepted for step, folder in folders.items() if (accepted := _accepted(folder)) is not None
+    }
+    if scores:
+        kept.add(max(scores, key=lambda step: (scores[step], step)))
+    dropped = sorted(set(folders) - kept)
+    for step in dropped:
+        # The manifest goes first: what is left of an interrupted deletion is no checkpoint.
+        (folders[step] / "manifest.json").unlink(missing_ok=True)
+        shutil.rmtree(folders[step])
+    return dropped
+
+
+def _by_step(checkpoints: Path) -> dict[int, Path]:
+    if not checkpoints.is_dir():
+        return {}
+    found = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir() if path.is_dir())
+    return {int(match.group(1)): path for match, path in found if match}
+
+
+def _accepted(folder: Path) -> float | None:
+    try:
+        accepted = json.loads((folder / "state.json").read_text(encoding="utf-8"))["accepted"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return accepted if isinstance(accepted, int | float) else None
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,127 @@
+"""Held-out accepted length by real speculative decoding, shared among the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from payload.data.rows import read_rows
+from payload.data.tokens import render_prompt
+from payload.decode import Acceptance, evaluate
+from payload.drafter.model import DFlashDrafter
+from payload.errors import PayloadError
+from payload.recipe import Recipe
+from payload.target import Target
+
+# A speculative decode is warmed up at each call of ``evaluate``, and a stop is looked for between calls.
+_PROMPTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Prompts as token ids, and what ends an answer."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    eos_token_ids: frozenset[int]
+
+
+def held_out_prompts(recipe: Recipe, tokenizer: Any, target_config: Any) -> HeldOut:
+    """The first ``data.eval_rows`` usable prompts of ``data.eval``: what comes before the first answer of a chat, and
+    the first half of a text. Raises ``PayloadError`` when there is none."""
+    prompts: list[tuple[int, ...]] = []
+    for row in read_rows(recipe.data.eval, "eval", recipe.data.eval_rows, recipe.train.seed):
+        ids = _prompt_of(row.content or {}, tokenizer)
+        if 0 < len(ids) < recipe.data.max_length:
+            prompts.append(tuple(ids))
+    if recipe.data.eval and not prompts:
+        raise PayloadError("None of the held-out rows has a prompt.", hint="Check data.eval of the recipe.")
+    return HeldOut(tuple(prompts), frozenset(end_token_ids(tokenizer, target_config)))
+
+
+def end_token_ids(tokenizer: Any, target_config: Any) -> set[int]:
+    """Every token that ends an answer, by the tokenizer or the target's config."""
+    named = getattr(target_config, "eos_token_id", None)
+    ends = set(named) if isinstance(named, list | tuple) else {named}
+    ends.add(tokenizer.eos_token_id)
+    return {token for token in ends if token is not None}
+
+
+def measure(
+    target: Target,
+    drafter: DFlashDrafter,
+    held_out: HeldOut,
+    max_new_tokens: int,
+    group: dist.ProcessGroup | None = None,
+    compare_plain: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Acceptance:
+    """Decode the prompts greedily, each member of ``group`` its share, and give every member the same summary.
+
+    ``drafter`` has the target's device and type. Once ``should_stop`` says so, no further prompts are begun. A
+    collective of ``group`` (the targets).
+    """
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    share = held_out.prompts[rank::size]
+    parts: list[Acceptance] = []
+    for start in range(0, len(share), _PROMPTS_AT_ONCE):
+        if parts and should_stop():
+            break
+        some = share[start : start + _PROMPTS_AT_ONCE]
+        parts.append(
+            evaluate(
+                target,
+                drafter,
+                some,
+                max_new_tokens,
+                eos_token_ids=held_out.eos_token_ids,
+                compare_plain=compare_plain,
+            )
+        )
+    if group is not None:
+        gathered: list[list[Acceptance]] = [[] for _ in range(size)]
+        dist.all_gather_object(gathered, parts, group=group)
+        parts = [part for of_rank in gathered for part in of_rank]
+    return combine(parts)
+
+
+def combine(parts: Sequence[Acceptance]) -> Acceptance:
+    """One summary of several disjoint ones; by position, shares are weighted by target forwards. Seconds add up."""
+    forwards = sum(part.target_forwards for part in parts)
+    plain = [part.plain_seconds for part in parts if part.plain_seconds is not None]
+    identical = [part.identical for part in parts if part.identical is not None]
+    speedups = [part.speedup for part in parts if part.speedup is not None]
+
+    def mean(values: Sequence[float]) -> float:
+        weighted = zip(values, parts, strict=True)
+        return sum(value * part.target_forwards for value, part in weighted) / max(1, forwards)
+
+    return Acceptance(
+        mean_accepted_length=mean([part.mean_accepted_length for part in parts]),
+        by_position=tuple(mean(values) for values in zip(*(part.by_position for part in parts), strict=True)),
+        prompts=sum(part.prompts for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        target_forwards=forwards,
+        seconds=sum(part.seconds for part in parts),
+        plain_seconds=sum(plain) if plain else None,
+        speedup=sum(speedups) / len(speedups) if speedups else None,
+        identical=sum(identical) if identical else None,
+    )
+
+
+def _prompt_of(content: dict[str, Any], tokenizer: Any) -> list[int]:
+    messages = content.get("messages")
+    if isinstance(messages, list):
+        before = []
+        for turn in messages:
+            if not isinstance(turn, dict) or turn.get("role") == "assistant":
+                break
+            before.append({"role": str(turn.get("role")), "content": str(turn.get("content"))})
+        return render_prompt(before, tokenizer) if before else []
+    if isinstance(content.get("text"), str):
+        ids: list[int] = tokenizer(content["text"])["input_ids"]
+        return ids[: len(ids) // 2]
+    ids = content.get("input_ids") or []
+    return ids[: len(ids) // 2] if all(type(token) is int for token in ids) else []
