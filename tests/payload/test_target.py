@@ -1,4 +1,3 @@
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -177,6 +176,7 @@ def test_random_weights_need_only_the_configuration(tmp_path):
 
 
 def _write_gguf(path, model) -> None:
+    gguf = pytest.importorskip("gguf")
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
