@@ -121,7 +121,7 @@ def _create_run(run_dir: Path, spec: Mapping[str, object]) -> None:
 def _launch_supervisor(layout: Layout, run: RunState, events: Events) -> None:
     run_dir = layout.run(run.run_id)
     agent = Path(__file__).resolve().parent
-    command = [sys.executable, "-I", str(agent), "supervise", str(layout.root), run.run_id, run.token]
+    command = [sys.executable, "-I", "-B", str(agent), "supervise", str(layout.root), run.run_id, run.token]
     if has_systemd() and _launch_unit(run.run_id, command, events):
         return
     # A session of its own: the end of the connection reaches neither it nor its children.
@@ -180,7 +180,13 @@ def stop(request: Request, events: Events) -> Json:
     grace_s = request.get("grace_s", float)
     grace_s = 30.0 if grace_s is None else max(0.0, grace_s)
     pids = {process.pid for process in state.processes(layout, state.load(layout.run(run_id)))}
-    found = state.change(layout, run_id, lambda run: _ask_to_stop(run, grace_s))
+    try:
+        state.change(layout, run_id, lambda run: _ask_to_stop(run, grace_s))
+    except OSError as error:
+        # A job on a full disk can be stopped too.
+        events.note(
+            f"the state of run {run_id} cannot be written ({error.strerror}); it is stopped all the same"
+        )
     found = state.current(layout, run_id)
     killed = 0
     if found.state in ACTIVE:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import time
-from contextlib import contextmanager
 from typing import Iterator
 
 from payload.agent.layout import Layout
@@ -16,7 +16,7 @@ from payload.errors import PayloadError
 _POLL_S = 0.05
 
 
-@contextmanager
+@contextlib.contextmanager
 def hold(layout: Layout, name: str, verb: str, holder: str, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock ``name`` while the block runs.
 
@@ -44,7 +44,9 @@ def hold(layout: Layout, name: str, verb: str, holder: str, wait_s: float = 0.0)
             "since": time.time(),
         }
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(entry).encode("ascii"), 0)
+        with contextlib.suppress(OSError):
+            # On a full disk the lock is held all the same; only its holder's name is missing.
+            os.pwrite(descriptor, json.dumps(entry).encode("ascii"), 0)
         yield
         os.ftruncate(descriptor, 0)
     finally:

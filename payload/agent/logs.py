@@ -28,9 +28,6 @@ def logs(request: Request, events: Events) -> Json:
     truncated or replaced it), a note says so and it is sent from its beginning.
     """
     layout = Layout.at(request.root)
-    run_id = state.resolve(layout, request.get("run_id", str))
-    run_dir = layout.run(run_id)
-    path = run_dir / state.OUTPUT_FILE
     offset, tail, since_s = (
         request.get("offset", int),
         request.get("tail", int),
@@ -39,9 +36,12 @@ def logs(request: Request, events: Events) -> Json:
     for name, value in (("offset", offset), ("tail", tail), ("since_s", since_s)):
         if value is not None and value < 0:
             raise PayloadError(f"the request's {name} is negative: {value}", kind="usage")
+    follow = bool(request.get("follow", bool))
+    run_id = state.resolve(layout, request.get("run_id", str))
+    run_dir = layout.run(run_id)
+    path = run_dir / state.OUTPUT_FILE
     if offset is None:
         offset = _place(path, run_dir / state.INDEX_FILE, tail, since_s)
-    follow = bool(request.get("follow", bool))
     offset, now = _send(layout, run_id, path, offset, follow, events)
     return {"run_id": run_id, "offset": offset, "state": now}
 

@@ -65,7 +65,7 @@ def load(run_dir: Path) -> RunState:
             content[name] = ProcessId(**content[name]) if content[name] else None
         return RunState(**content)
     except (TypeError, KeyError, AttributeError) as error:
-        raise PayloadError(f"{path} is damaged: {error}") from None
+        raise PayloadError(f"{path} is damaged: {error}", "Move that run's folder out of the way.") from None
 
 
 def save(run_dir: Path, state: RunState) -> None:

@@ -35,7 +35,7 @@ _TICK_S = 1.0
 _DEFAULT_GRACE_S = 10.0
 # What the job leaves behind gets this long to end by itself.
 _LEFTOVER_GRACE_S = 10.0
-_DISK_FULL_PAUSE_S = 5.0
+_DISK_FULL_PAUSE_S = 2.0
 
 
 def main(argv: List[str]) -> int:
@@ -127,7 +127,7 @@ def _spawn_job(layout: Layout, run_id: str) -> subprocess.Popen[bytes]:
 
 
 def _persist(layout: Layout, run_id: str, job: ProcessId) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, PayloadError):
         # On a full disk the job still runs, and `stop` finds it by its supervisor.
         state.change(layout, run_id, lambda run: replace(run, job=job))
 
