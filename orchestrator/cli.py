@@ -375,7 +375,7 @@ def _follow(
 def _attach_hint(container: Container, run_id: str | None) -> str:
     run = f"RUN_ID={run_id} " if run_id else ""
     place = container.destination.make_arguments
-    return f"Attach: make logs FOLLOW=1 {run}{place}   Stop: make stop {run}{place}"
+    return f"Attach: make logs FOLLOW=1 {run}{place}   End it: make stop {run}{place}"
 
 
 def _log_writer() -> LogWriter:

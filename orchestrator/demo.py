@@ -18,7 +18,6 @@ from orchestrator.inventory import load_inventory, resolve
 from orchestrator.localnode import node
 from orchestrator.logs import show_logs
 from orchestrator.recipes import resolve_recipe
-from orchestrator.status import ACTIVE_STATES, status
 from orchestrator.train import prepare, start_job
 
 HOST = "local"
@@ -62,12 +61,7 @@ def run_demo(console: Console, state: Path) -> None:
     with Connection(HOST, destination.host, console.line) as connection:
         container = Container(connection, destination)
         prepared = prepare(container, recipe, console)
-        active = [run for run in status(prepared.agent)["runs"] if run["state"] in ACTIVE_STATES]
-        if active:
-            run_id = str(active[0]["run_id"])
-            console.line(f"run {run_id} is going on already: following it")
-        else:
-            run_id = start_job(container, prepared, recipe, console)
+        run_id = start_job(container, prepared, recipe, console)
         log = LogWriter(sys.stdout.buffer, is_terminal=sys.stdout.isatty())
         end = show_logs(prepared.agent, log.write, run_id=run_id, follow=True, notify=console.line)
         with console.step("fetch") as report:

@@ -6,15 +6,21 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import tenacity
+
 from orchestrator.agent import Agent
-from orchestrator.console import Console
+from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
 from orchestrator.deploy import deploy
+from orchestrator.errors import RefusedError, TransportError
 from orchestrator.recipes import job_gpus
 from orchestrator.records import RunRecord, new_run_id, save_record
+from orchestrator.status import ACTIVE_STATES, status
 from orchestrator.venv import build_venv
 from orchestrator.warmup import Warmed, warm_up
 from payload.recipe import Recipe
+
+START_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,15 @@ class Prepared:
 
 
 def prepare(container: Container, recipe: Recipe, console: Console, *, wheelhouse: bool = False) -> Prepared:
-    """Do what is missing of the steps before training. What is there already costs a question each."""
+    """Do what is missing of the steps before training. What is there already costs a question each.
+
+    Raises :class:`RefusedError` when a job runs in the container, before anything but the release is touched.
+    """
     with console.step("deploy") as report:
         deployed = deploy(container, report)
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
     agent = Agent.of_release(container, deployed.release)
+    refuse_while_a_job_runs(agent)
     with console.step("venv") as report:
         built = build_venv(container, agent, report, wheelhouse=wheelhouse)
         report.outcome = f"venv {built.venv}, torch {built.torch_version}" + (
@@ -61,7 +71,8 @@ def start_job(container: Container, prepared: Prepared, recipe: Recipe, console:
         "gpus": job_gpus(container.settings),
         "nproc": recipe.topology.world_size,
         "command": torchrun_command(container.settings.root, run_id, recipe.topology.world_size),
-        "env": dict(container.settings.env),
+        # torchrun's own default for several ranks, said here so that it need not warn of it.
+        "env": {"OMP_NUM_THREADS": "1"} | container.settings.env,
         "created_at": time.time(),
     }
     destination = container.destination
@@ -78,9 +89,40 @@ def start_job(container: Container, prepared: Prepared, recipe: Recipe, console:
         )
     )
     with console.step("train") as report:
-        prepared.agent.call("start", {"run_id": run_id, "spec": spec}, on_event=report.on_event)
+        _ask_to_start(prepared.agent, run_id, spec, report)
         report.outcome = f"run {run_id} started on {destination} with {recipe.topology.world_size} ranks"
     return run_id
+
+
+def refuse_while_a_job_runs(agent: Agent) -> None:
+    """Raises :class:`RefusedError` that names the active run of the container and how to attach to it."""
+    for run in status(agent)["runs"]:
+        if run["state"] in ACTIVE_STATES:
+            place = agent.container.destination.make_arguments
+            raise RefusedError(
+                f"run {run['run_id']} is {run['state']} on {agent.container}: one job at a time.",
+                f"Follow it: make logs FOLLOW=1 RUN_ID={run['run_id']} {place}   End it: make stop {place}",
+            )
+
+
+def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepReport) -> None:
+    """Ask until there is an answer: a run id starts at most once, so asking again after a broken link is safe."""
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(TransportError),
+        stop=tenacity.stop_after_attempt(START_ATTEMPTS),
+        wait=tenacity.wait_exponential_jitter(multiplier=0.5, max=5),
+        before_sleep=lambda _: report.note(
+            "no answer to the start; asking again, which cannot start it twice"
+        ),
+        reraise=True,
+    )
+    try:
+        retrying(agent.call, "start", {"run_id": run_id, "spec": spec}, on_event=report.on_event)
+    except TransportError as error:
+        raise TransportError(
+            error.message,
+            f"Whether run {run_id} started is not known: make status {agent.container.destination.make_arguments}",
+        ) from error
 
 
 def torchrun_command(root: str, run_id: str, world_size: int) -> list[str]:

@@ -24,12 +24,20 @@ from orchestrator.errors import RefusedError, RemoteError, TransportError, Usage
 from orchestrator.fetch import fetch
 from orchestrator.inventory import Destination
 from orchestrator.logs import show_logs
-from orchestrator.records import new_run_id
+from orchestrator.records import load_record, new_run_id
 from orchestrator.status import newest_run, status, stop
+from orchestrator.train import Prepared, prepare, start_job
+from orchestrator.warmup import Warmed
 from payload.agent.release import tree_hash
+from payload.recipe import load_recipe
 
 VENV = "0123456789abcdef"
 QUIET = Console(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture
@@ -250,7 +258,8 @@ def test_fetch_writes_nothing_outside_its_folder(
 
     with pytest.raises(RemoteError, match="outside the run"), QUIET.step("fetch") as report:
         fetch(container, Hostile(container, "agent"), "20200101-000000-abcdef", tmp_path / "home", report)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "home").exists()
+    assert not (tmp_path / "outside").exists()
 
 
 def test_an_answer_without_the_nonce_is_no_answer(container: Container, folder: Path) -> None:
@@ -285,3 +294,40 @@ def test_a_line_without_end_is_given_up(
     endless.write_text("import sys\nwhile True: sys.stdout.write('x' * 65536)\n")
     with pytest.raises(TransportError, match="a line of more than"):
         Agent(container, str(endless)).call("hello", timeout_s=20)
+
+
+def test_a_start_whose_answer_was_lost_is_asked_again_and_starts_once(
+    container: Container, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request arrives, the job starts, and the link breaks before the answer."""
+    calls: list[str] = []
+    ask = Agent.call
+
+    def lose_the_first_answer(self: Agent, verb: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        answer = ask(self, verb, *arguments, **options)
+        calls.append(verb)
+        if calls == ["start"]:
+            raise NoAnswer("the link broke")
+        return answer
+
+    monkeypatch.setattr(Agent, "call", lose_the_first_answer)
+    prepared = Prepared(agent, tree_hash(PAYLOAD), VENV, Warmed("unnamed", False, 0.0, 0, 0, ""))
+    monkeypatch.setattr("orchestrator.train.torchrun_command", lambda *_: ["-c", "print('once')"])
+    run_id = start_job(container, prepared, load_recipe("tiny-cpu"), QUIET)
+    assert calls == ["start", "start"]
+    seen = bytearray()
+    show_logs(agent, seen.extend, run_id=run_id, follow=True)
+    assert seen == b"once\n"
+    record = load_record(run_id)
+    assert record is not None
+    assert (record.host, record.container, record.venv) == ("local", "200", VENV)
+
+
+def test_training_is_refused_before_anything_is_built_while_a_job_runs(
+    container: Container, agent: Agent
+) -> None:
+    run_id = start(agent, "import time; time.sleep(60)")
+    with pytest.raises(RefusedError, match=run_id) as raised:
+        prepare(container, load_recipe("tiny-cpu"), QUIET)
+    assert f"make logs FOLLOW=1 RUN_ID={run_id} HOST=local CT=200" in raised.value.hint
+    end(agent, run_id)
