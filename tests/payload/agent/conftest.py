@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,11 @@ from tests.payload.agent.container import FakeContainer, make_container
 
 @pytest.fixture
 def container(tmp_path: Path) -> Iterator[FakeContainer]:
-    """A container of its own for each test; afterwards nothing of its runs is left."""
-    made = make_container(tmp_path)
+    """A container of its own for each test; afterwards nothing of its runs is left.
+
+    Its agent runs by the Python that the environment variable AGENT_PYTHON names (any from 3.9), else by this one.
+    """
+    made = make_container(tmp_path, os.environ.get("AGENT_PYTHON", sys.executable))
     yield made
     layout = Layout.at(str(made.root))
     for run_id in state.run_ids(layout):

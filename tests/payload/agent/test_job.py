@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from payload.agent.layout import Layout
+from payload.errors import PayloadError
 from tests.payload.agent.container import FakeContainer, is_running, until, wait_until_written
 
 APPEND_PID = "import os, sys; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')"
@@ -319,16 +321,19 @@ def test_nothing_is_writable_for_others(container: FakeContainer) -> None:
     assert not [path for path in made if path.stat().st_mode & 0o022]
 
 
-@pytest.mark.parametrize("run_id", ["../r1", "", ".hidden", "a/b", "r1\n", "x" * 200, "-rf"])
-def test_a_run_id_cannot_leave_the_root(container: FakeContainer, run_id: str) -> None:
-    for verb, fields in (
-        ("start", {"spec": container.spec("")}),
-        ("stop", {}),
-        ("logs", {}),
-        ("files", {}),
-        ("status", {}),
-    ):
-        assert container.error(verb, run_id=run_id, **fields)["kind"] == "usage"
+@pytest.mark.parametrize("verb", ["start", "stop", "logs", "files", "status"])
+def test_a_run_id_cannot_leave_the_root(container: FakeContainer, verb: str) -> None:
+    fields = {"spec": container.spec("")} if verb == "start" else {}
+    assert container.error(verb, run_id="../r1", **fields)["kind"] == "usage"
+
+
+@pytest.mark.parametrize("name", ["../r1", "", ".hidden", "a/b", "r1\n", "x" * 200, "-rf", "é", "a\0b"])
+def test_no_name_leaves_its_folder(name: str) -> None:
+    layout = Layout.at("/opt/dflash")
+    for place in (layout.run, layout.cache, layout.archive, layout.release, layout.venv):
+        with pytest.raises(PayloadError) as raised:
+            place(name)
+        assert raised.value.kind == "usage"
 
 
 @pytest.mark.parametrize(

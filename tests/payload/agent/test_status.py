@@ -56,6 +56,7 @@ def test_gpus_are_told_as_nvidia_smi_tells_them(container: FakeContainer, tmp_pa
     assert container.result("facts")["gpu_holders"] == [4711]
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_does_not_hang_the_agent(container: FakeContainer, tmp_path: Path) -> None:
     put_nvidia_smi(container, tmp_path / "bin", "exec sleep 600")
     began = time.monotonic()
