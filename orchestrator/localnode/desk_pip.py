@@ -17,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from orchestrator.inventory import IndexSettings, TorchPin
+
+TORCH_VERSION = "2.13.0"
 DEFAULT_TIMEOUT_S = 300
 _RESOLVE_TIMEOUT_S = 60.0
 _SYSTEM_FILE = Path("/etc/pip.conf")
@@ -29,26 +31,15 @@ _UV_COMPILE = ("pip", "compile", "-", "--quiet", "--no-config", "--no-cache", "-
 _SECTIONS = ("global", "install")
 
 
-@dataclass(frozen=True)
-class IndexSettings:
-    """The ``index`` section of an inventory."""
-
-    index_url: str | None = None
-    extra_index_urls: tuple[str, ...] = ()
-    find_links: tuple[str, ...] = ()
-    certificate: str | None = None
-    http_proxy: str | None = None
-    https_proxy: str | None = None
-    no_proxy: str | None = None
-    timeout_s: int = DEFAULT_TIMEOUT_S
-    offline: bool = False
-
-
-def desk_index(environment: Mapping[str, str], prefix: Path = Path(sys.prefix)) -> IndexSettings:
-    """The desk's settings, from ``environment`` and the configuration files that it and ``prefix`` (a venv) lead to.
+def desk_index(
+    environment: Mapping[str, str] | None = None, prefix: Path = Path(sys.prefix)
+) -> IndexSettings:
+    """The desk's settings, from ``environment`` (default: this process's) and the files that it and ``prefix``, a
+    venv, lead to.
 
     A file that is missing, unreadable or malformed counts as empty: pip, not this, is where a person learns of it.
     """
+    environment = os.environ if environment is None else environment
     settings = pip_settings(environment, prefix)
     proxy = settings.get("proxy") or None
     return IndexSettings(
@@ -64,6 +55,17 @@ def desk_index(environment: Mapping[str, str], prefix: Path = Path(sys.prefix)) 
         timeout_s=max(DEFAULT_TIMEOUT_S, _seconds(settings.get("timeout", ""))),
         offline=settings.get("no-index", "").lower() in ("1", "true", "yes", "on", "t", "y"),
     )
+
+
+def desk_torch(
+    environment: Mapping[str, str] | None = None,
+    *,
+    version: str = TORCH_VERSION,
+    python: str = sys.executable,
+) -> TorchPin:
+    """The torch build that a machine without GPUs uses: the desk's own where it has one, else the CPU build's index."""
+    at_hand = torch_is_at_hand(version, desk_index(environment), python=python)
+    return TorchPin(version=version, backend=None if at_hand else "cpu")
 
 
 def pip_settings(environment: Mapping[str, str], prefix: Path) -> dict[str, str]:

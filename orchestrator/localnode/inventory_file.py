@@ -10,10 +10,9 @@ from typing import Any
 
 import yaml
 
+from orchestrator.inventory import DEFAULT_CONTAINER_PATH, IndexSettings
 from orchestrator.localnode import layout
-from orchestrator.localnode.desk_pip import IndexSettings, desk_index, torch_is_at_hand
-
-CONTAINER_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+from orchestrator.localnode.desk_pip import TORCH_VERSION, desk_index, desk_torch
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class ContainerPlan:
     """
 
     recipe: str = "tiny-cpu"
-    torch_version: str = "2.13.0"
+    torch_version: str = TORCH_VERSION
     python: str | None = None
     gpus: int = 0
 
@@ -54,24 +53,26 @@ def inventory_text(
         "known_hosts": str(state / layout.KNOWN_HOSTS),
         "pct": str(state / layout.PCT),
         "sudo": False,
-        "containers": {name: _container(state, name, plan, index) for name, plan in plans.items()},
+        "containers": {
+            name: _container(state, name, plan, index, environment) for name, plan in plans.items()
+        },
     }
     header = "# Written by the embedded node each time it starts; changes here are lost.\n"
     return header + yaml.safe_dump({"hosts": {"local": host}}, sort_keys=False, allow_unicode=True)
 
 
-def _container(state: Path, container_id: str, plan: ContainerPlan, index: IndexSettings) -> dict[str, Any]:
+def _container(
+    state: Path, container_id: str, plan: ContainerPlan, index: IndexSettings, environment: Mapping[str, str]
+) -> dict[str, Any]:
     rootfs = Path(layout.container_folder(str(state), container_id), layout.ROOTFS)
-    at_hand = torch_is_at_hand(plan.torch_version, index, python=str(plan.python))
+    torch = desk_torch(environment, version=plan.torch_version, python=str(plan.python))
     return {
         "root": f"{rootfs}/opt/dflash",
         "home": f"{rootfs}/root",
         "python": plan.python,
-        "path": list(CONTAINER_PATH),
+        "path": list(DEFAULT_CONTAINER_PATH),
         "recipe": plan.recipe,
         "gpus": plan.gpus,
-        "torch": {"version": plan.torch_version, "backend": None if at_hand else "cpu"},
-        "index": {
-            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(index).items()
-        },
+        "torch": {"version": torch.version, "backend": torch.backend},
+        "index": index.model_dump(mode="json"),
     }

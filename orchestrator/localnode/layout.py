@@ -3,10 +3,11 @@
 ::
 
     client_key  known_hosts  inventory.yaml      what the controller is given
+    node.lock                                    held by start and stop; marks the folder as a node's
     etc/        host_key  authorized_keys        the SSH server's
     bin/pct     lib/container-init               launchers
     home/                                        the home folder of SSH sessions
-    run/        server.json  lock                the running server, and the lock of start and stop
+    run/        server.json                      the running server
     log/        server.log
     containers/ID/  config  rootfs/  inventory.json  lock  init.sock  init.log
 """
@@ -24,7 +25,7 @@ PCT = "bin/pct"
 CONTAINER_INIT = "lib/container-init"
 HOME = "home"
 SERVER_RECORD = "run/server.json"
-NODE_LOCK = "run/lock"
+NODE_LOCK = "node.lock"
 SERVER_LOG = "log/server.log"
 CONTAINERS = "containers"
 

@@ -53,12 +53,14 @@ def start(
     A new node gets one container, :data:`DEFAULT_CONTAINER`; containers that exist are started. ``plan`` says what
     that first container is for. ``environment`` is where the desk's pip settings are read from (default: this
     process's). Starting a running node changes nothing but the inventory, which is written anew. Raises
-    :class:`RemoteError` when the server does not come up.
+    :class:`RemoteError` when the server does not come up, and :class:`UsageError` when the folder holds something
+    that is no node.
     """
     state = _absolute(state_dir)
     environment = os.environ if environment is None else environment
-    provision.make_folders(state)
+    provision.make_state_folder(state)
     with _node_lock(state):
+        provision.make_folders(state)
         provision.make_keys(state)
         provision.write_launchers(state)
         port = _running_port(state)

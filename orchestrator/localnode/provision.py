@@ -18,14 +18,20 @@ from orchestrator.localnode.server import ADDRESS
 _INTERPRETER_LINE_BYTES = 127  # BINPRM_BUF_SIZE - 1 of kernels before 5.1
 
 
-def make_folders(state: Path) -> None:
-    """The state folder and those in it. Raises :class:`UsageError` when it holds something that is no node."""
-    if state.exists() and not (state / layout.NODE_LOCK).exists() and any(state.iterdir()):
+def make_state_folder(state: Path) -> None:
+    """The state folder alone. Raises :class:`UsageError` when it holds something and is no node's."""
+    state.mkdir(parents=True, exist_ok=True)
+    names = [path.name for path in state.iterdir()]
+    if names and layout.NODE_LOCK not in names:
         raise UsageError(
             f"{state} is not a node's folder, and it is not empty.", "Name a new folder for the node."
         )
+
+
+def make_folders(state: Path) -> None:
+    """The folders in the state folder."""
     for name in (layout.HOME, layout.CONTAINERS, "etc", "bin", "lib", "run", "log"):
-        (state / name).mkdir(parents=True, exist_ok=True)
+        (state / name).mkdir(exist_ok=True)
     # Whoever may enter could run commands through the containers' sockets.
     state.chmod(0o700)
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.inventory import load_inventory
+from orchestrator.inventory import IndexSettings, TorchPin, load_inventory
 from orchestrator.localnode import desk_pip, node
-from orchestrator.localnode.desk_pip import IndexSettings, desk_index, torch_is_at_hand, without_password
+from orchestrator.localnode.desk_pip import desk_index, desk_torch, torch_is_at_hand, without_password
 from orchestrator.localnode.provision import base_python
 
 USER_FILE = ".config/pip/pip.conf"
@@ -273,6 +273,13 @@ def test_folders_that_are_not_there_and_an_interpreter_that_is_not_there_mean_no
     wheel(tmp_path / "links", "9.1.0")
     missing = str(tmp_path / "no-python")
     assert not torch_is_at_hand("9.1.0", IndexSettings(find_links=(str(tmp_path / "links"),)), python=missing)
+
+
+def test_torch_comes_from_the_desk_where_it_has_the_version_and_else_from_the_cpu_index(tmp_path):
+    wheel(tmp_path / "links", "9.1.0+cpu")
+    environment = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": str(tmp_path / "links")}
+    assert desk_torch(environment, version="9.1.0") == TorchPin(version="9.1.0", backend=None)
+    assert desk_torch(environment, version="9.2.0") == TorchPin(version="9.2.0", backend="cpu")
 
 
 def test_the_inventory_holds_the_desks_settings_and_takes_torch_from_where_it_is(tmp_path):
