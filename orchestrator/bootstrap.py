@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
         say(f"installing {count} pinned packages into {options.venv} (a minute or two the first time)")
         files = [part for path in options.requirements for part in ("-r", str(path))]
         pip(python, ["install", *files])
-        pip(python, ["install", "--no-deps", "--no-build-isolation", "--editable", str(options.project)])
+        pip(python, ["install", "--no-deps", "--editable", str(options.project)])
     except subprocess.CalledProcessError as error:
         return _fail(
             f"`{' '.join(map(str, error.cmd))}` failed (exit status {error.returncode}).",
