@@ -1,4 +1,4 @@
-"""Lets threads of one process compile without hurting each other, and keeps steps after the first from compiling.
+"""Lets threads of one process compile without hurting each other, and keeps later steps from compiling at all.
 
 Applied once, at the start of a process::
 
@@ -18,6 +18,7 @@ What it prevents, and by what:
    ``compile_lock``. So first steps are made one at a time, backward included, and backward graphs are compiled with
    their forward, in the thread that called it: an autograd thread never compiles.
 3. Metadata of a trace is kept in process-wide dictionaries (pytorch#184917, open): one first step at a time.
+4. An uncompiled flex_attention on a GPU raises before it writes its score matrix, in every thread (never_dense.py).
 
 A lock around a first step alone cannot deadlock with ``compile_lock``: every thread takes the two in this order,
 and autograd threads take neither.
@@ -25,13 +26,15 @@ and autograd threads take neither.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from payload.compile.never_dense import forbid_dense
 from payload.compile.private_trace import PrivateTraces
 from payload.errors import PayloadError
 
@@ -44,12 +47,24 @@ _installed: Guard | None = None
 # How torch's RuntimeError under the stance fail_on_recompile begins.
 _RECOMPILE_MESSAGE = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
 
+# (config module, name, value). In torch of today a setting belongs to a thread (a ContextVar): each sets its own.
+_SETTINGS = (
+    # A backward graph is compiled with its forward, never in an autograd thread.
+    ("torch._functorch.config", "force_non_lazy_backward_lowering", True),
+    # The drafter is one graph under DDP too: the one that was warmed. Splitting at buckets refuses flex_attention.
+    ("torch._dynamo.config", "optimize_ddp", False),
+    # At the limit dynamo would run the function uncompiled, after one warning.
+    ("torch._dynamo.config", "fail_on_recompile_limit_hit", True),
+)
+
 
 @dataclass
 class Guard:
     """The guard of this process; made by :func:`install`."""
 
     traces: PrivateTraces
+    allow_dense: Callable[[], None]
+    settings_before: dict[tuple[str, str], Any]
     _turn: Any = field(default_factory=threading.RLock)
     _sealed: bool = False
 
@@ -61,7 +76,7 @@ class Guard:
         had their first step may run freely meanwhile. Reentrant within a thread.
         """
         with self._turn:
-            _compile_backward_with_forward(True)
+            _apply_settings()
             yield
 
     def seal(self, on_recompile: OnRecompile = "error") -> None:
@@ -106,9 +121,9 @@ def install() -> Guard:
             from torch._dynamo import convert_frame
 
             traces = PrivateTraces(symbolic_trace, _known_compile_lock(convert_frame))
-            _compile_backward_with_forward(True)
+            settings_before = _apply_settings()
             traces.apply()
-            _installed = Guard(traces)
+            _installed = Guard(traces, forbid_dense(), settings_before)
             _log.info(
                 "compile guard installed (tracing flag was %s)",
                 "global" if traces.flag_was_global else "local",
@@ -123,7 +138,9 @@ def remove() -> None:
         if _installed is not None:
             _installed.unseal()
             _installed.traces.revert()
-            _compile_backward_with_forward(False)
+            _installed.allow_dense()
+            for (module, name), value in _installed.settings_before.items():
+                setattr(importlib.import_module(module), name, value)
             _installed = None
 
 
@@ -141,18 +158,20 @@ def explain_recompile(error: BaseException) -> PayloadError | None:
     )
 
 
-def _compile_backward_with_forward(value: bool) -> None:
-    """In torch of today a setting belongs to the thread (a ContextVar), so each thread sets it for itself."""
-    from torch._functorch import config
-
-    if not hasattr(config, "force_non_lazy_backward_lowering"):
-        raise PayloadError(
-            "this torch cannot compile a backward graph together with its forward "
-            "(torch._functorch.config.force_non_lazy_backward_lowering is missing)",
-            "Pin a torch that the compile guard knows: 2.11 to 2.14.",
-            kind="refused",
-        )
-    config.force_non_lazy_backward_lowering = value
+def _apply_settings() -> dict[tuple[str, str], Any]:
+    """Apply the settings to the calling thread; returns what they were."""
+    before = {}
+    for module, name, value in _SETTINGS:
+        config = importlib.import_module(module)
+        if not hasattr(config, name):
+            raise PayloadError(
+                f"this torch has no setting {module}.{name}, which the compile guard relies on",
+                "Pin a torch that the compile guard knows: 2.11 to 2.14.",
+                kind="refused",
+            )
+        before[module, name] = getattr(config, name)
+        setattr(config, name, value)
+    return before
 
 
 def _known_compile_lock(convert_frame: Any) -> Any:

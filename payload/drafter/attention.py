@@ -12,12 +12,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
-Kernel = Literal["flex", "dense"]
+from payload.compile.never_dense import compiled_flex_attention
 
-_compiled_flex_attention = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+Kernel = Literal["flex", "dense"]
 
 
 def kernel_for(device: torch.device | str) -> Kernel:
@@ -36,11 +36,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask |
     ``mask`` is a BlockMask, a boolean that broadcasts to [B, heads, Q, KV] (true: may attend), or ``None``
     (sees all). Heads share keys in groups without copies of them. Returns [B, heads, Q, D].
     """
-    grouped = query.shape[1] != key.shape[1]
     if isinstance(mask, BlockMask):
-        # Inside a larger compiled graph the call is traced into it; wrapping it again would break the graph.
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention
-        out = flex(query, key, value, block_mask=mask, enable_gqa=grouped)
-        assert isinstance(out, Tensor)
-        return out
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+        return compiled_flex_attention(query, key, value, mask)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1]
+    )
