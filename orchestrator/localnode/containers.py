@@ -103,10 +103,10 @@ def stop(state: str, container_id: str) -> None:
     try:
         with init.connect(layout.container_folder(state, container_id)) as connection:
             init.send(connection, init.STOP)
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            while not why_stopped(state, container_id):
-                if time.monotonic() > deadline:
-                    raise Die(f"container '{container_id}' did not stop within {STOP_TIMEOUT_S:.0f} s")
-                time.sleep(0.01)
     except OSError:
-        pass  # it does not run, or was gone before the request was read
+        pass  # it does not run, or is ending already
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while not why_stopped(state, container_id):
+        if time.monotonic() > deadline:
+            raise Die(f"container '{container_id}' did not stop within {STOP_TIMEOUT_S:.0f} s")
+        time.sleep(0.01)

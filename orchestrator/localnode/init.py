@@ -57,9 +57,9 @@ def send(connection: socket.socket, kind: bytes, body: bytes = b"", fds: tuple[i
     header = b"%s%010d\n" % (kind, len(body))
     if fds:
         socket.send_fds(connection, [header], fds)
+        connection.sendall(body)
     else:
-        connection.sendall(header)
-    connection.sendall(body)
+        connection.sendall(header + body)
 
 
 def main(state: str, container_id: str, ready_fd: int) -> None:
@@ -99,6 +99,7 @@ def _listen(folder: str) -> socket.socket:
 
 def _serve(listener: socket.socket, rootfs: str) -> None:
     waiting: dict[int, socket.socket] = {}  # pid of a command -> whoever waits for its end
+    init_pid = os.getpid()
     stopping = False
 
     def stop(_signal: int, _frame: object) -> None:
@@ -130,21 +131,22 @@ def _serve(listener: socket.socket, rootfs: str) -> None:
                 continue
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                _handle(connection, rootfs)
+                _handle(connection, rootfs, init_pid)
             waiting[pid] = connection
         _reap(waiting)
     # The listener stays open until the last process is gone: as long as it does, the container counts as running.
     _kill_all(waiting)
 
 
-def _reap(waiting: dict[int, socket.socket]) -> None:
+def _reap(waiting: dict[int, socket.socket]) -> bool:
+    """Collect the children that ended, and tell who waits for them. False when there is no child left at all."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return False
         if pid == 0:
-            return
+            return True
         connection = waiting.pop(pid, None)
         if connection is not None:
             try:
@@ -155,30 +157,31 @@ def _reap(waiting: dict[int, socket.socket]) -> None:
 
 
 def _kill_all(waiting: dict[int, socket.socket]) -> None:
-    """KILL every descendant, again and again until none is left: one may fork while another is being killed."""
+    """KILL every descendant until none is left.
+
+    A walk through /proc is no snapshot: processes fork and change parents meanwhile. That there is no child left is
+    certain, and means that there is no descendant: whoever loses its parent becomes a child of this process.
+    """
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while time.monotonic() < deadline:
-        below = process.descendants(os.getpid())
-        for pid in below:
+    while _reap(waiting) and time.monotonic() < deadline:
+        for pid in process.descendants(os.getpid()):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        _reap(waiting)
-        if not below:
-            return
         time.sleep(0.005)
 
 
-def _handle(connection: socket.socket, rootfs: str) -> None:
+def _handle(connection: socket.socket, rootfs: str, init_pid: int) -> None:
     """In a child of init: read one request and become what it asks for. Never returns."""
     status = 1
     try:
         header, fds, _, _ = socket.recv_fds(connection, HEADER_BYTES, 3)
-        while header and len(header) < HEADER_BYTES:
-            header += connection.recv(HEADER_BYTES - len(header))
+        if header:  # nothing at all is someone who only looked whether the container runs
+            header += _receive(connection, HEADER_BYTES - len(header))
         if header[:1] == STOP:
-            os.kill(os.getppid(), signal.SIGTERM)
+            if os.getppid() == init_pid:  # otherwise it is gone already, and its pid may be somebody else's
+                os.kill(init_pid, signal.SIGTERM)
             status = 0
         elif header[:1] == EXEC and len(fds) == 3:
             argv, environment = _parse(_receive(connection, int(header[1:])))

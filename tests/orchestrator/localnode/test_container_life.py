@@ -48,6 +48,7 @@ def start_in(info, *argv: str) -> subprocess.Popen[bytes]:
 def init_of(info, container_id: str = "200") -> int:
     """The pid of the container's init: the parent of whatever runs in it."""
     done = pct(info, "exec", container_id, "--", "sh", "-c", "echo $PPID")
+    assert done.status == 0, done
     return int(done.stdout)
 
 
@@ -184,6 +185,8 @@ def test_garbage_at_the_socket_does_not_end_the_container(info):
     for junk in (b"", b"x", b"x0000000000\n", b"x9999999999\nabc", b"?" * 64):
         with init.connect(folder) as connection:
             connection.sendall(junk)
+    pid = init_of(info)
+    until(lambda: process.descendants(pid) == [])
     assert pct(info, "exec", "200", "--", "true").status == 0
 
 
