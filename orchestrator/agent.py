@@ -79,7 +79,7 @@ class Agent:
         }
         replies = _Replies(nonce, on_event)
         done = self.container.run(
-            [self.container.settings.python, "-I", self.program, verb],
+            [self.container.settings.python, "-I", "-B", self.program, verb],
             stdin=json.dumps(envelope).encode() + b"\n",
             on_stdout=replies.feed,
             timeout_s=timeout_s,

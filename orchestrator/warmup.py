@@ -16,7 +16,7 @@ COMPILE_IDLE_TIMEOUT_S = 1800.0
 class Warmed:
     """The cache that holds what the recipe calls. ``reason`` says why nothing was compiled, when nothing was."""
 
-    cache: str
+    cache: str | None
     compiled: bool
     seconds: float
     hits: int
@@ -42,7 +42,7 @@ def warm_up(
         agent, "payload.compile.warmup", {"recipe": recipe.to_dict(), "prove": prove}, release, venv, report
     )
     return Warmed(
-        cache=str(result["fingerprint"]),
+        cache=result["fingerprint"],
         compiled=bool(result["compiled"]),
         seconds=float(result.get("seconds", 0.0)),
         hits=int(result.get("hits", 0)),
