@@ -45,6 +45,8 @@ class DrafterSpec:
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    initializer_range: float = 0.02
+    """Standard deviation of the first weights; about 1 / sqrt(hidden size) suits small targets."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,10 @@ class Recipe:
 
 
 def load_recipe(path_or_name: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
-    """Read ``NAME`` of the shipped recipes or a YAML file, apply overrides (``{"train.steps": 10}`` or nested), check it.
+    """Read ``NAME`` of the shipped recipes or a YAML file, apply overrides, check the result.
 
-    Raises ``PayloadError`` (kind usage) with file:line on unknown keys and bad values.
+    Overrides are ``{"train.steps": 10}`` or nested. Raises ``PayloadError`` (kind usage) with file:line on unknown
+    keys and bad values.
     """
     path = Path(path_or_name)
     if path.suffix not in (".yaml", ".yml"):
@@ -208,7 +211,7 @@ def _checked(recipe: Recipe, located: Located) -> Recipe:
         raise PayloadError(f"{item.where}: {section}.{key} {problem}.", kind="usage")
 
     positive = {
-        "drafter": ("num_layers",),
+        "drafter": ("num_layers", "initializer_range"),
         "data": ("max_length", "min_loss_tokens", "regenerate_batch", "regenerate_max_new_tokens"),
         "train": (
             "steps", "batch_size", "num_anchors", "accumulation", "log_every", "checkpoint_every", "eval_every",

@@ -46,7 +46,9 @@ class Preparation:
 def prepare(
     rows: Iterable[Row], tokenizer: Any, row_length: int, min_loss_tokens: int, destination: Path
 ) -> Preparation:
-    """Encode, pack and write ``destination`` (safetensors: input_ids int32, loss_mask bool, document_ids int32, all [R,S]).
+    """Encode and pack the rows, and write them to ``destination``.
+
+    The file is safetensors: ``input_ids`` int32, ``loss_mask`` bool and ``document_ids`` int32, all [R,S].
 
     Raises ``PayloadError`` when no row is usable, with the reasons, or when the chat template cannot be trusted.
     """

@@ -113,7 +113,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def rows(split: Split, count: int, seed: int = 0) -> Iterator[Row]:
-    """Yield ``count`` rows ``{"messages": [user, assistant]}``; held-out rows are distinct, training rows may repeat."""
+    """Yield ``count`` rows ``{"messages": [user, assistant]}``; training rows may repeat, held-out rows do not."""
     rng = random.Random(f"{seed}/{split}")
     seen: set[str] = set()
     made = 0

@@ -72,9 +72,9 @@ def _run(spec_path: Path) -> int:
     recipe = recipe_from_dict(spec["recipe"], str(spec_path))
     run_dir = spec_path.parent
     ranks = join()
-    _use_cores(ranks)
     try:
         roles = roles_of(recipe, ranks.world_size)
+        _use_cores(ranks, roles)
         stop = StopSignal(ranks.store)
         stop.install()
         groups = Groups(
@@ -82,7 +82,10 @@ def _run(spec_path: Path) -> int:
             targets=subgroup(roles.targets),
             evaluation=subgroup([roles.lead_drafter, *roles.targets]),
         )
-        return _train(recipe, spec, run_dir, ranks, roles, groups, stop)
+        status = _train(recipe, spec, run_dir, ranks, roles, groups, stop)
+        # All leave together and alike: the store may live in a rank, and the lead drafter knows how it ended.
+        agreed: int = ranks.broadcast_object(status, roles.lead_drafter)
+        return agreed
     finally:
         leave()
 
@@ -142,11 +145,7 @@ def prepare_run(
     """Bring about target and training set, on the lead target; what is there already is used again."""
     spec = recipe.target
     if spec.model == "demo":
-        threads = torch.get_num_threads()
-        # The other ranks only wait meanwhile.
-        torch.set_num_threads(os.cpu_count() or 1)
         spec = replace(spec, model=str(ensure_demo_target(root, say, lambda: stop.received)))
-        torch.set_num_threads(threads)
     target = Target.load(spec, device)
     tokenizer = load_tokenizer(spec)
     config = drafter_config_for(recipe, target.config, tokenizer.mask_token_id)
@@ -253,8 +252,9 @@ def _run_drafter(run: Run, program: DrafterProgram, side: TargetSide | None, pro
         return 0 if run.pace.last_step == steps else EXIT_STOPPED
     with MetricsLog(run.run_dir) as log:
         parameters = sum(parameter.numel() for parameter in program.drafter.parameters())
+        layers = ", ".join(map(str, run.config.target_layer_ids))
         say(
-            f"drafter: {parameters:,} weights, block {run.config.block_size}, target layers {run.config.target_layer_ids}"
+            f"drafter: {parameters:,} weights, block {run.config.block_size}, features of target layers {layers}"
         )
         if run.first_step > 1:
             say(f"resuming after step {run.first_step - 1}")
@@ -359,8 +359,10 @@ def _root_of(run_dir: Path) -> Path:
     return run_dir.parent.parent if run_dir.parent.name == "runs" else run_dir
 
 
-def _use_cores(ranks: Ranks) -> None:
-    """On a CPU, share the cores among the ranks of this machine; torchrun would leave each with one thread."""
+def _use_cores(ranks: Ranks, roles: Roles) -> None:
+    """On a CPU, share the cores among the drafters; torchrun would leave each process with one thread.
+
+    A target's forward pass is a small part of the work, and its threads sleep while it waits.
+    """
     if ranks.device.type == "cpu":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(roles.drafters)))

@@ -229,8 +229,7 @@ class DrafterSide:
                 on_first_step()
             self.progress = replace(self.progress, step=step, accepted=None)
             if self.is_lead:
-                if run.stop.anywhere() and step < run.pace.last_step:
-                    run.pace.end_soon(step)
+                if run.stop.anywhere() and run.pace.end_soon(step):
                     say(f"stopping: told to; the last step will be {run.pace.last_step}")
                 run.pace.announce(step)
             if step % train.log_every == 0 or step in (run.first_step, run.pace.last_step):
@@ -309,9 +308,8 @@ class DrafterSide:
                 f"{tokens / seconds / 1e3:.1f} Ktok/s"
             )
             if totals.skipped:
-                say(
-                    f"warning: {totals.skipped} of {totals.micro_batches} micro-batches had features that are not finite"
-                )
+                share = f"{totals.skipped} of {totals.micro_batches} micro-batches"
+                say(f"warning: {share} had features that are not finite and did not count")
             if totals.skipped == totals.micro_batches:
                 raise PayloadError(
                     f"No features of the last {self._since_steps} steps were finite.",

@@ -7,7 +7,7 @@ weights, so that compiling them needs neither the model's files nor data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -173,7 +173,7 @@ def drafter_config_for(recipe: Recipe, target_config: Any, mask_token_id: int | 
             hint="Set drafter.mask_token_id to a reserved row of the target's embedding that no text uses.",
             kind="usage",
         )
-    return DrafterConfig.for_target(
+    config = DrafterConfig.for_target(
         target_config,
         mask_token_id=mask,
         num_layers=spec.num_layers,
@@ -186,6 +186,7 @@ def drafter_config_for(recipe: Recipe, target_config: Any, mask_token_id: int | 
         head_dim=spec.head_dim,
         intermediate_size=spec.intermediate_size,
     )
+    return replace(config, initializer_range=spec.initializer_range)
 
 
 def supply_shape(recipe: Recipe, config: DrafterConfig, dtype: torch.dtype) -> SupplyShape:

@@ -87,6 +87,7 @@ class Pace:
         self._first = first_step
         self.last_step = last_step
         self.window = window
+        self._ending = False
 
     def announce(self, step: int) -> None:
         """On the lead drafter, after ``step``: let the targets go on."""
@@ -99,9 +100,16 @@ class Pace:
             self.last_step = int(self._store.get(f"go/{allowed_by}"))
         return step <= self.last_step
 
-    def end_soon(self, step: int) -> None:
-        """On every drafter alike, after ``step`` and before it is announced: end the run as early as all can know."""
-        self.last_step = min(self.last_step, step + self.window)
+    def end_soon(self, step: int) -> bool:
+        """On the lead drafter, after ``step`` and before it is announced: end the run as early as all can know.
+
+        True when that moves the end.
+        """
+        sooner = step + self.window < self.last_step and not self._ending
+        if sooner:
+            self.last_step = step + self.window
+            self._ending = True
+        return sooner
 
 
 class StopSignal:
