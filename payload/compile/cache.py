@@ -17,6 +17,7 @@ from typing import Any
 
 from payload.agent.durable import read_json, write_json
 from payload.agent.layout import Layout
+from payload.agent.locks import hold
 from payload.compile.fingerprint import Facts
 from payload.errors import PayloadError
 
@@ -250,26 +251,35 @@ def remove_cache(root: str, cache: CacheDir) -> None:
     _delete(cache.path)
 
 
-def prune(root: str, apply: bool) -> dict[str, Any]:
-    """Remove (with ``apply``; else only tell) the caches that no run pins.
+def prune(root: str, apply: bool, holder: str = "") -> dict[str, Any]:
+    """Remove (with ``apply``; else only tell) the caches that no run pins and no warm-up is filling.
 
-    Returns {"removed": [...], "kept": {fingerprint: [runs]}, "bytes": bytes freed, "applied"}.
+    Returns {"removed": [...], "kept": {fingerprint: [why, ...]}, "bytes": freed or to be freed, "applied"}.
     """
     pins = pinned_caches(root)
-    unpinned = [cache for cache in cache_dirs(root) if cache.fingerprint not in pins]
-    freed = sum(cache.size_bytes() for cache in unpinned)
-    if apply:
-        for cache in unpinned:
-            _delete(cache.path)
-    kept = {
-        cache.fingerprint: pins[cache.fingerprint] for cache in cache_dirs(root) if cache.fingerprint in pins
-    }
-    return {
-        "removed": [cache.fingerprint for cache in unpinned],
-        "kept": kept,
-        "bytes": freed,
-        "applied": apply,
-    }
+    removed, freed = [], 0
+    kept = {fingerprint: [f"pinned by {run}" for run in runs] for fingerprint, runs in pins.items()}
+    for cache in cache_dirs(root):
+        if cache.fingerprint in pins:
+            continue
+        try:
+            with hold(Layout.at(root), lock_name(cache.fingerprint), "cache prune", holder):
+                size_bytes = cache.size_bytes()
+                if apply:
+                    _delete(cache.path)
+        except PayloadError as error:
+            if error.kind != "busy":
+                raise
+            kept[cache.fingerprint] = [error.message]
+            continue
+        removed.append(cache.fingerprint)
+        freed += size_bytes
+    return {"removed": removed, "kept": kept, "bytes": freed, "applied": apply}
+
+
+def lock_name(fingerprint: str) -> str:
+    """The lock that whoever fills or removes this cache holds."""
+    return f"cache-{fingerprint}"
 
 
 def sha256_of(path: Path) -> str:

@@ -10,6 +10,7 @@ Two fences:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from payload.errors import PayloadError
@@ -61,7 +63,9 @@ def compiled_flex_attention(query: Tensor, key: Tensor, value: Tensor, block_mas
     try:
         return _tensor(_compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped))
     except FailOnRecompileLimitHit:
-        raise DenseAttentionError(query, key, *_recompile_limit()) from None
+        raise DenseAttentionError(
+            query, key, *_recompile_limit(torch._dynamo.config.recompile_limit)
+        ) from None
     except RuntimeError as error:
         if _is_from_compiler(error):
             cause = f"it cannot be compiled for them ({str(error).partition(chr(10))[0]})"
@@ -156,23 +160,25 @@ def _set_dense_kernel(operator: Any, kernel: Callable[..., Any]) -> None:
 
 def _why_uncompiled() -> tuple[str, str]:
     """The likeliest cause: settings first, then a frame at its recompile limit, then a call that was never compiled."""
-    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
-
     found = unsafe_setting()
     if found is not None:
         return found
-    limit = int(torch._dynamo.config.recompile_limit)
-    if any(count >= limit for count in FRAME_COMPILE_COUNTER.values()):
-        return _recompile_limit()
+    # Dynamo counts what it gave up on by the text of its explanation; flex_attention itself has lifted the limit by now.
+    for explanation in counters["unimplemented"]:
+        reached = re.match(
+            r"Dynamo recompile limit exceeded.*?currently set to (\d+)", explanation, re.DOTALL
+        )
+        if reached is not None:
+            return _recompile_limit(int(reached.group(1)))
     return (
         "it was called without torch.compile",
         "Call payload.drafter.attention.attend, which compiles it, and compile whatever calls it as one whole graph.",
     )
 
 
-def _recompile_limit() -> tuple[str, str]:
+def _recompile_limit(limit: int) -> tuple[str, str]:
     return (
-        f"torch's limit of {torch._dynamo.config.recompile_limit} recompilations of one function was reached",
+        f"torch's limit of {limit} recompilations of one function was reached",
         "Keep shapes static: pad batches to one length and number of anchors. TORCH_LOGS=recompiles names the cause.",
     )
 

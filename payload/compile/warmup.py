@@ -34,6 +34,7 @@ from payload.compile.cache import (
     ProgramRecord,
     cache_dir,
     hash_files,
+    lock_name,
     read_manifest,
     remove_cache,
     verify,
@@ -84,7 +85,7 @@ def warm_up(request: Request, events: Events) -> dict[str, Any]:
         return {"compiled": False, "reason": decision.reason, "fingerprint": facts.fingerprint}
     job = Job(resolved, distinct_roles(recipe), device, facts, cache_dir(request.root, facts.fingerprint))
     layout = Layout.at(request.root)
-    with hold(layout, f"cache-{facts.fingerprint}", "warmup", request.get("holder", str) or ""):
+    with hold(layout, lock_name(facts.fingerprint), "warmup", request.get("holder", str) or ""):
         began = time.monotonic()
         manifest, source = _warm(request, job, events)
         seconds = time.monotonic() - began
