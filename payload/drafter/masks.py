@@ -18,11 +18,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from payload.drafter.anchors import Anchors
 from payload.drafter.attention import Kernel
 from payload.drafter.config import DrafterConfig, block_is_causal, layer_window
+from payload.drafter.tiles import TILE, mask_tiles, ordered
 
 Mask = Tensor | BlockMask
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -103,17 +104,13 @@ def mask_mod(
 def flex_mask(
     anchors: Anchors, document_ids: Tensor, block_size: int, causal: bool, window: int | None
 ) -> BlockMask:
-    """The rule as a BlockMask of B x (any head) x A*K x (S + A*K)."""
-    batch, length = document_ids.shape
+    """The rule as a BlockMask of B x (any head) x A*K x (S + A*K); each document must lie in one piece."""
+    tiles = mask_tiles(anchors, document_ids, block_size, window)
     queries = anchors.positions.shape[1] * block_size
-    predicate = mask_mod(anchors, document_ids, block_size, causal, window)
-    create = create_block_mask if _builds_eagerly(document_ids.device) else _compiled_create_block_mask
-    return create(predicate, batch, None, queries, length + queries, device=str(document_ids.device))
-
-
-def _builds_eagerly(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.compiler.is_compiling()
-
-
-# Uncompiled, it writes the whole B x Q x KV mask to memory first: gigabytes at training shapes.
-_compiled_create_block_mask = torch.compile(create_block_mask, dynamic=False)
+    return BlockMask.from_kv_blocks(
+        *ordered(tiles.partial),
+        *ordered(tiles.full),
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod(anchors, document_ids, block_size, causal, window),
+        seq_lengths=(queries, document_ids.shape[1] + queries),
+    )

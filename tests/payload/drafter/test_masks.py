@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from payload.data.batch import Batch
 from payload.drafter.anchors import Anchors
@@ -12,6 +12,7 @@ from payload.drafter.config import FULL, SLIDING, block_is_causal, layer_window
 from payload.drafter.masks import allowed, build_masks, flex_mask, mask_mod
 from payload.drafter.model import DFlashDrafter
 from payload.drafter.step import block_inputs
+from payload.drafter.tiles import TILE, mask_tiles
 from tests.payload.drafter.builders import VOCABULARY, anchors_of, batches, random_batch, seeded, tiny_config
 
 windows = st.one_of(st.none(), st.integers(1, 12))
@@ -82,18 +83,57 @@ def test_the_flex_predicate_equals_the_dense_mask(batch, count, size, causal, wi
     assert torch.equal(flex[:, 0], dense)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 50)])
-def test_no_allowed_pair_is_lost_in_the_tiles_of_the_block_mask(causal, window):
-    batch = random_batch(seed=4, rows=2, length=300, documents=3)
-    anchors = anchors_of(batch, 40)
-    dense = allowed(anchors, batch.document_ids, 8, causal, window)
-    block_mask = flex_mask(anchors, batch.document_ids, 8, causal, window)
-    assert block_mask.shape == (2, 1, 320, 620)
-    tiles = block_mask.to_dense()[:, 0].bool()
-    tile = block_mask.BLOCK_SIZE[0]
-    wide = tiles.repeat_interleave(tile, 1).repeat_interleave(tile, 2)[:, :320, :620]
-    assert not (dense & ~wide).any()
-    assert not tiles.all(), "whole tiles are skipped"
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 1000),
+    length=st.integers(2, 500),
+    documents=st.integers(1, 4),
+    count=st.integers(1, 40),
+    size=st.integers(2, 16),
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 300)),
+)
+def test_the_tiles_in_closed_form_lose_no_allowed_pair_and_open_no_forbidden_one(
+    seed, length, documents, count, size, causal, window
+):
+    batch = random_batch(seed, length=length, documents=documents)
+    anchors = anchors_of(batch, count, seed)
+    dense = allowed(anchors, batch.document_ids, size, causal, window)
+    tiles = mask_tiles(anchors, batch.document_ids, size, window)
+    partial, full = (
+        tile.repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, : dense.shape[1], : dense.shape[2]]
+        for tile in tiles
+    )
+    assert not (dense & ~(partial | full)).any()
+    assert not (full & ~dense).any()
+    assert not (partial & full).any()
+
+
+def _reference_block_mask(
+    anchors: Anchors, document_ids: torch.Tensor, size: int, window: int | None
+) -> BlockMask:
+    """By torch's own way, which writes the whole mask out."""
+    queries = anchors.positions.shape[1] * size
+    predicate = mask_mod(anchors, document_ids, size, False, window)
+    shape = (len(document_ids), None, queries, document_ids.shape[1] + queries)
+    return create_block_mask(predicate, *shape, device="cpu")
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_the_block_mask_lists_the_tiles_that_torch_finds(window):
+    """Without a window in a tile's way the lists are equal; with one, some tiles more are looked at."""
+    batch = random_batch(seed=4, rows=2, length=900, documents=3)
+    anchors = anchors_of(batch, 64)
+    ours = flex_mask(anchors, batch.document_ids, 16, False, window)
+    theirs = _reference_block_mask(anchors, batch.document_ids, 16, window)
+    assert ours.shape == theirs.shape == (2, 1, 1024, 1924)
+    assert not (theirs.to_dense().bool() & ~ours.to_dense().bool()).any()
+    if window is None:
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert ours.full_kv_num_blocks.sum() > 0
+    assert ours.sparsity() > 50
 
 
 @settings(deadline=None, max_examples=30)
