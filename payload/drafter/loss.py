@@ -181,12 +181,12 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         for h, label, count, t in zip(
             hidden.split(blocks), labels.split(blocks), counted.split(blocks), teachers, strict=True
         ):
-            logits = _wide(h @ head_weight.T)
+            logits = _wide(_one_product(h, head_weight.T))
             log_norm = logits.logsumexp(-1, keepdim=True)
             cross_entropy = (log_norm - logits.gather(-1, label[..., None]))[..., 0]
             weights = slot_weights(cross_entropy, count, config, block_size=slots + 1)
             if config.kind == "kl":
-                target = _wide(_required(t) @ head_weight.T).log_softmax(-1)
+                target = _wide(_one_product(_required(t), head_weight.T)).log_softmax(-1)
                 aim = target.exp()
                 loss = (aim * (target - logits + log_norm)).sum(-1)
             else:
@@ -202,7 +202,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                     slope = slope.scatter_add(
                         -1, label[..., None], -torch.ones_like(cross_entropy)[..., None]
                     )
-                gradients.append((slope * weights[..., None]).to(h.dtype) @ head_weight)
+                gradients.append(_one_product((slope * weights[..., None]).to(h.dtype), head_weight))
         if wants_gradient:
             ctx.save_for_backward(torch.cat(gradients))
         weight_sum, correct = torch.stack(weight_sums).sum(), torch.cat(corrects)
@@ -225,6 +225,14 @@ def simulated_accepted_length(accepted_by_position: Tensor, count_by_position: T
     """
     reached = accepted_by_position[1:] / count_by_position[1:].clamp(min=1)
     return 1 + reached.sum()
+
+
+def _one_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x[G, L, M] @ matrix[M, N]``, all rows in one matrix product.
+
+    Of a slice of blocks that is not contiguous torch makes one small product for each block, many times slower.
+    """
+    return (x.reshape(-1, x.shape[-1]) @ matrix).view(*x.shape[:-1], -1)
 
 
 def _wide(x: Tensor) -> Tensor:
