@@ -5,8 +5,7 @@ to reach an index, uv needs as well. Sources and precedence are pip's own (``pip
 ``cli/parser.py``): files (global, user, environment's site, PIP_CONFIG_FILE), in each the section ``[install]`` over
 ``[global]``, and the environment over all files. pip itself may be missing, so its files are read here.
 
-URLs may hold passwords. Settings go to files that only the user can read; a URL in a message goes through
-:func:`without_password`.
+URLs may hold passwords: settings go to files that only the user can read, and no message here holds one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from orchestrator.inventory import IndexSettings, TorchPin
 
@@ -183,11 +181,3 @@ def _resolves(requirement: str, sources: list[str], python: str) -> bool:
         except (OSError, subprocess.TimeoutExpired):
             return False
     return asked.returncode == 0
-
-
-def without_password(url: str) -> str:
-    """``url`` as it may be shown: user and password replaced by ``***``."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))

@@ -11,12 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.inventory import IndexSettings, TorchPin, load_inventory
 from orchestrator.localnode import desk_pip, node
-from orchestrator.localnode.desk_pip import desk_index, desk_torch, torch_is_at_hand, without_password
+from orchestrator.localnode.desk_pip import desk_index, desk_torch, torch_is_at_hand
 from orchestrator.localnode.provision import base_python
 
 USER_FILE = ".config/pip/pip.conf"
@@ -304,17 +302,3 @@ def test_the_inventory_holds_the_desks_settings_and_takes_torch_from_where_it_is
         assert secrets == []
     finally:
         node.stop(state)
-
-
-@given(
-    user=st.text("abcXYZ019%._~", min_size=1),
-    password=st.text("abcXYZ019%._~@:", max_size=12),
-    path=st.text("abc/", max_size=8),
-)
-def test_a_url_as_it_is_shown_holds_neither_user_nor_password(user, password, path):
-    assert (
-        without_password(f"https://{user}:{password}@host.example:8080/{path}")
-        == f"https://***@host.example:8080/{path}"
-    )
-    assert without_password(f"https://{user}@host.example") == "https://***@host.example"
-    assert without_password(f"https://host.example/{path}") == f"https://host.example/{path}"
