@@ -151,7 +151,6 @@ def resolve_wheels(
         ),
         *index_arguments(index),
         *(("--torch-backend", torch.backend) if torch.backend and not torch.index_url else ()),
-        *(("--index", torch.index_url) if torch.index_url else ()),
         *("-", str(requirements)),
     ]
     done = subprocess.run(
@@ -160,7 +159,7 @@ def resolve_wheels(
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | index_environment(index),
+        env=os.environ | index_environment(index, torch.index_url),
         check=False,
     )
     if done.returncode != 0:
@@ -186,18 +185,23 @@ def send_wheels(container: Container, wheels: Sequence[Path], report: StepReport
 
 
 def index_arguments(index: IndexSettings) -> list[str]:
-    """uv's arguments for an inventory's indexes."""
-    arguments = ["--index-url", index.index_url] if index.index_url else []
-    for url in index.extra_index_urls:
-        arguments += ["--extra-index-url", url]
-    for link in index.find_links:
-        arguments += ["--find-links", link]
-    return arguments + (["--offline"] if index.offline else [])
+    """uv's arguments for an inventory's indexes; their URLs go into :func:`index_environment`."""
+    arguments = [part for link in index.find_links for part in ("--find-links", link)]
+    if index.extra_index_urls:
+        # As pip does: the best of all indexes, not the first that knows the name.
+        arguments += ["--index-strategy", "unsafe-best-match"]
+    return arguments + (["--offline", "--no-index"] if index.offline else [])
 
 
-def index_environment(index: IndexSettings) -> dict[str, str]:
-    """The environment in which uv and pip honour an inventory's certificates, proxies and patience."""
+def index_environment(index: IndexSettings, first_index_url: str | None = None) -> dict[str, str]:
+    """The environment in which uv and pip honour an inventory's indexes, certificates, proxies and patience.
+
+    ``first_index_url`` is asked before all others.
+    Not in argv: a URL may hold a password, and every user of a machine can read argv.
+    """
     values = {
+        "UV_DEFAULT_INDEX": index.index_url,
+        "UV_INDEX": " ".join(url for url in (first_index_url, *index.extra_index_urls) if url),
         "SSL_CERT_FILE": index.certificate,
         "HTTP_PROXY": index.http_proxy,
         "HTTPS_PROXY": index.https_proxy,

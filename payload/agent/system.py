@@ -27,12 +27,17 @@ _NVIDIA_SMI_TIMEOUT_S = 5.0
 
 
 def has_systemd() -> bool:
-    """Whether systemd is process 1 here and can start units."""
+    """Whether this container's own systemd is process 1 and can start units.
+
+    A folder that only stands in for a container sees the machine's systemd, whose units would outlive it: systemd
+    writes ``/run/systemd/container`` where it runs in a container.
+    """
     try:
         first = Path("/proc/1/comm").read_text().strip()
     except OSError:
         return False
-    return first == "systemd" and Path("/run/systemd/system").is_dir() and bool(shutil.which("systemd-run"))
+    booted = first == "systemd" and Path("/run/systemd/system").is_dir()
+    return booted and Path("/run/systemd/container").is_file() and bool(shutil.which("systemd-run"))
 
 
 def gpus() -> Optional[List[Json]]:
