@@ -86,7 +86,9 @@ def _fx_flag() -> dict[str, Any]:
     return {
         "home": report.home.value,
         "reason": report.reason,
-        "guard_needed": report.home is not FlagHome.THREAD_LOCAL,
+        # The guard always keeps a trace's patches of nn.Module from other threads; the flag too where it is global.
+        "flag_is_guarded": report.home is FlagHome.GLOBAL,
+        "guard_needed": True,
         "guard_fits": report.home is not FlagHome.UNKNOWN,
         "source": inspect.getsource(symbolic_trace.is_fx_symbolic_tracing),
     }

@@ -163,7 +163,7 @@ def _why_uncompiled() -> tuple[str, str]:
     found = unsafe_setting()
     if found is not None:
         return found
-    # Dynamo counts what it gave up on by the text of its explanation; flex_attention itself has lifted the limit by now.
+    # Dynamo counts what it gave up on by the text of its explanation. By now flex_attention has lifted the limit.
     for explanation in counters["unimplemented"]:
         reached = re.match(
             r"Dynamo recompile limit exceeded.*?currently set to (\d+)", explanation, re.DOTALL

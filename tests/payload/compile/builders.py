@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from payload.compile.artifact import write_artifact
 from payload.compile.cache import CacheDir, Manifest, ProgramRecord, cache_dir, hash_files, write_manifest
-from payload.compile.fingerprint import Facts
+from payload.compile.fingerprint import Facts, find_compiler
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="compiles for this CPU: needs g++")
 
 FACTS = Facts(
     torch="2.11.0+cu128",

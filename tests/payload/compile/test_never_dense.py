@@ -17,6 +17,7 @@ from payload.compile.never_dense import (
     forbid_dense,
 )
 from payload.drafter.attention import attend
+from tests.payload.compile.builders import needs_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,7 @@ def test_four_compiling_into_the_trace_with_degraded_kernels():
         attend(query, key, value, mask)
 
 
+@needs_compiler
 def test_the_recompile_limit_reached_by_the_call_itself():
     with config.patch(recompile_limit=1):
         compiled_flex_attention(*tensors(128))
@@ -146,6 +148,7 @@ def test_the_fence_stands_in_every_thread():
     assert len(raised) == 1
 
 
+@needs_compiler
 def test_compiled_it_runs_and_equals_dense_attention():
     query, key, value, mask = tensors()
     causal = torch.ones(128, 128, dtype=torch.bool).tril()

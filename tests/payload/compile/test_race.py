@@ -1,0 +1,106 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.fx._symbolic_trace as symbolic_trace
+
+from payload.compile import race
+from payload.compile.fx_flag import FlagHome, inspect_flag
+from payload.compile.race import WHAT, Finding, Report, expected_outcomes, main
+from payload.compile.race_scenarios import SCENARIOS
+from tests.payload.compile.builders import needs_compiler
+
+HOME = inspect_flag(symbolic_trace).home
+
+
+def finding(scenario="cold-threads", outcome="passed", expected=("passed",)):
+    return Finding(scenario, outcome, expected, "detail", 1.0)
+
+
+def report(*findings, guard=False):
+    return Report("2.11.0", "70d99e998b4955", "cpu", guard, "global", findings)
+
+
+def test_every_scenario_that_is_described_can_be_run():
+    assert list(WHAT) == list(SCENARIOS)
+
+
+@pytest.mark.parametrize("scenario", WHAT)
+@pytest.mark.parametrize("home", FlagHome)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_under_the_guard_nothing_but_passing_is_expected(scenario, home, device):
+    assert expected_outcomes(scenario, True, device, home) == ("passed",)
+
+
+def test_on_stock_torch_what_is_expected_follows_from_where_the_flag_is():
+    assert expected_outcomes("traced-call", False, "cpu", FlagHome.GLOBAL) == ("raised",)
+    assert expected_outcomes("traced-call", False, "cpu", FlagHome.THREAD_LOCAL) == ("passed",)
+    assert expected_outcomes("lazy-backward", False, "cpu", HOME) == ("passed",)
+    assert "hung" in expected_outcomes("lazy-backward", False, "cuda", HOME)
+
+
+def test_the_verdict_names_the_build_and_every_scenario_that_affects_it():
+    text = report(finding("traced-call", "raised"), finding("lazy-backward", "hung"), finding()).verdict
+    assert text == (
+        "torch 2.11.0 (git 70d99e998b, tracing flag global) on cpu is AFFECTED: "
+        "traced-call raised; lazy-backward hung"
+    )
+    assert report(finding(), finding()).verdict.endswith("not affected by any of the 2 scenarios")
+    assert "the guard holds, all 1 scenarios passed" in report(finding(), guard=True).verdict
+    assert "THE GUARD FAILS in cold-threads" in report(finding(outcome="hung"), guard=True).verdict
+
+
+@pytest.mark.parametrize("guard", ["off", "on"])
+def test_a_call_and_a_module_during_another_threads_trace(guard, capfd):
+    """The deterministic race, for real, on this torch."""
+    status = main(
+        ["--guard", guard, "--device", "cpu", "--only", "traced-call", "--only", "traced-module", "--json"]
+    )
+    told = json.loads(capfd.readouterr().out)
+    outcomes = [each["outcome"] for each in told["findings"]]
+    call = "raised" if HOME is FlagHome.GLOBAL else "passed"
+    assert outcomes == (["passed", "passed"] if guard == "on" else [call, "raised"])
+    assert status == 0
+    assert told["as_expected"] is True
+
+
+def test_an_outcome_that_was_not_expected_is_exit_status_one(monkeypatch, capfd):
+    monkeypatch.setattr(
+        race, "run_all", lambda *_: report(finding(), finding("traced-call", "hung"), guard=True)
+    )
+    assert main(["--guard", "on", "--device", "cpu"]) == 1
+    assert "THE GUARD FAILS in traced-call" in capfd.readouterr().out
+
+
+def test_a_scenario_past_its_deadline_is_ended_and_reported(capfd):
+    # Too short for torch to be imported: neither the scenario nor its watchdog has begun, and the process is killed.
+    told = race.run_scenario("traced-call", False, "cpu", 2, 0.01 - race.KILL_AFTER_S, ("passed",))
+    assert told.outcome == "hung"
+    assert not told.as_expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--threads", "1"], ["--deadline", "0"], ["--only", "x"], ["--guard", "maybe"]]
+)
+def test_bad_usage_is_exit_status_two(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("guard", ["off", "on"])
+def test_all_scenarios_end_as_expected(guard):
+    """The command as a person types it: compiles drafters in three threads, from a cold cache."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "payload.compile.race", "--guard", guard, "--device", "cpu"],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        timeout=880,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
