@@ -88,7 +88,7 @@ def _from_node(node: yaml.Node, path: Path) -> Located:
         return Located([_from_node(item, path) for item in node.value], where)
     loader = yaml.SafeLoader("")
     try:
-        return Located(loader.construct_object(node), where)  # type: ignore[no-untyped-call]
+        return Located(loader.construct_object(node), where)
     except (yaml.YAMLError, ValueError) as error:
         raise PayloadError(f"{where}: {node.value!r} is not a valid value.", kind="usage") from error
 

@@ -126,16 +126,24 @@ class PackedRows:
         self._epoch = -1
         self._order: list[int] = []
 
-    def batch(self, index: int) -> Batch:
-        """Micro-batch ``index`` >= 0, on the CPU."""
+    def row_numbers(self, index: int) -> list[int]:
+        """The packed rows that micro-batch ``index`` >= 0 consists of, in order; fewer than ``batch_size`` only when
+        the file has fewer."""
         epoch, within = divmod(index, self.batches_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
             self._order = torch.randperm(self.rows, generator=generator).tolist()
             self._epoch = epoch
-        chosen = self._order[within * self.batch_size : (within + 1) * self.batch_size]
+        return self._order[within * self.batch_size : (within + 1) * self.batch_size]
+
+    def batch(self, index: int) -> Batch:
+        """Micro-batch ``index`` >= 0, on the CPU."""
+        return self.gather(self.row_numbers(index))
+
+    def gather(self, rows: list[int]) -> Batch:
+        """A batch of the packed rows named, filled up with padding to ``batch_size``."""
         batch = empty_batch(self.batch_size, self.row_length)
-        for slot, row in enumerate(chosen):
+        for slot, row in enumerate(rows):
             batch.input_ids[slot] = self._slices["input_ids"][row]
             batch.loss_mask[slot] = self._slices["loss_mask"][row]
             batch.document_ids[slot] = self._slices["document_ids"][row]

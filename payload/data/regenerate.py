@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from payload.data.rows import Row
-from payload.data.tokens import RowSkippedError, render_prompt
+from payload.data.tokens import RowSkippedError, end_token_ids, render_prompt
 from payload.errors import PayloadError
 
 
@@ -184,10 +184,7 @@ def _until_end(answer: list[int], ends: set[int]) -> list[int]:
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    named = getattr(model.generation_config, "eos_token_id", None)
-    ends = set(named) if isinstance(named, list) else {named}
-    ends.add(tokenizer.eos_token_id)
-    ends.discard(None)
+    ends = end_token_ids(tokenizer, model.generation_config)
     if not ends:
         raise PayloadError("The target names no end-of-text token.", hint="Set eos_token_id in its config.")
     return ends

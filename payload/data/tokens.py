@@ -80,6 +80,13 @@ def render_prompt(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
     return _render(tokenizer, messages, generation=True)
 
 
+def end_token_ids(tokenizer: Any, config: Any) -> set[int]:
+    """Every token that ends an answer, by the tokenizer or ``config.eos_token_id``."""
+    named = getattr(config, "eos_token_id", None)
+    ends = [*named] if isinstance(named, list | tuple) else [named]
+    return {int(token) for token in (*ends, tokenizer.eos_token_id) if token is not None}
+
+
 def verify_template(tokenizer: Any) -> None:
     """Raise ``PayloadError`` unless the template's mask of a known answer is exactly that answer's tokens."""
     if not getattr(tokenizer, "chat_template", None):

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from payload.data.rows import read_rows
-from payload.data.tokens import render_prompt
+from payload.data.tokens import end_token_ids, render_prompt
 from payload.decode import Acceptance, evaluate
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
@@ -39,14 +39,6 @@ def held_out_prompts(recipe: Recipe, tokenizer: Any, target_config: Any) -> Held
     if recipe.data.eval and not prompts:
         raise PayloadError("None of the held-out rows has a prompt.", hint="Check data.eval of the recipe.")
     return HeldOut(tuple(prompts), frozenset(end_token_ids(tokenizer, target_config)))
-
-
-def end_token_ids(tokenizer: Any, target_config: Any) -> set[int]:
-    """Every token that ends an answer, by the tokenizer or the target's config."""
-    named = getattr(target_config, "eos_token_id", None)
-    ends = set(named) if isinstance(named, list | tuple) else {named}
-    ends.add(tokenizer.eos_token_id)
-    return {token for token in ends if token is not None}
 
 
 def measure(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from payload.compile.first_step import require_warm
 from payload.compile.policy import decide
 from payload.data.prepared import PackedRows, Preparation, prepare
 from payload.data.regenerate import GenerationSettings, regenerate
@@ -57,7 +58,7 @@ class Prepared:
 def run_job(spec_path: Path, cold_ok: bool = False) -> int:
     """Run this rank's part. Errors that a person can act on are said in words, on the log, without a traceback."""
     try:
-        return _run(spec_path.resolve())
+        return _run(spec_path.resolve(), cold_ok)
     except PayloadError as error:
         say(f"error: {error}")
         return EXIT_FAILED
@@ -67,13 +68,14 @@ def run_job(spec_path: Path, cold_ok: bool = False) -> int:
         return EXIT_FAILED
 
 
-def _run(spec_path: Path) -> int:
+def _run(spec_path: Path, cold_ok: bool) -> int:
     spec = _read_spec(spec_path)
     recipe = recipe_from_dict(spec["recipe"], str(spec_path))
     run_dir = spec_path.parent
     ranks = join()
     try:
         roles = roles_of(recipe, ranks.world_size)
+        require_warm(spec, ranks.device.type, cold_ok)
         _use_cores(ranks, roles)
         stop = StopSignal(ranks.store)
         stop.install()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from payload.compile.first_step import FirstStepWatch
+from payload.compile.guard import install
 from payload.data.prepared import PackedRows
 from payload.decode import Acceptance
 from payload.drafter.card import model_card
@@ -216,17 +217,15 @@ class DrafterSide:
     def is_lead(self) -> bool:
         return self._run.ranks.rank == self._run.roles.lead_drafter
 
-    def run(self, on_first_step: Callable[[], None] = lambda: None) -> Progress:
-        """All steps from the first to the last; returns where the run stands. ``on_first_step`` follows the first."""
+    def run(self) -> Progress:
+        """All steps from the first to the last; returns where the run stands."""
         run, train = self._run, self._run.recipe.train
         if run.evaluates and run.first_step == 1:
             self._evaluate(0)
         step = run.first_step
         self._since_time = time.monotonic()
         while self._may_begin(step):
-            norm = self._step(step)
-            if step == run.first_step:
-                on_first_step()
+            norm = self._first_step(step) if step == run.first_step else self._later_step(step)
             self.progress = replace(self.progress, step=step, accepted=None)
             if self.is_lead:
                 if run.stop.anywhere() and run.pace.end_soon(step):
@@ -245,6 +244,23 @@ class DrafterSide:
 
     def _may_begin(self, step: int) -> bool:
         return step <= self._run.pace.last_step if self.is_lead else self._run.pace.await_turn(step)
+
+    def _first_step(self, step: int) -> torch.Tensor:
+        """A step in which things may compile; afterwards nothing may."""
+        guard = install()
+        watch = FirstStepWatch(self._run.ranks.device.type)
+        with guard.first_step():
+            norm = self._step(step)
+        report = watch.report()
+        guard.seal()
+        if self.is_lead and self._log is not None:
+            say(report.line())
+            self._log.write("first_step", step, **report.to_dict())
+        return norm
+
+    def _later_step(self, step: int) -> torch.Tensor:
+        with install().steady():
+            return self._step(step)
 
     def _step(self, step: int) -> torch.Tensor:
         run = self._run
