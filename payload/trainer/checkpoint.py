@@ -89,7 +89,7 @@ def read_checkpoint(folder: Path) -> Snapshot:
 
 def newest_checkpoint(checkpoints: Path, warn: Callable[[str], None]) -> Snapshot | None:
     """The newest checkpoint that is whole; each broken one on the way is passed over with a warning."""
-    for step, folder in sorted(_by_step(checkpoints).items(), reverse=True):
+    for step, folder in sorted(checkpoint_folders(checkpoints).items(), reverse=True):
         try:
             return read_checkpoint(folder)
         except PayloadError as error:
@@ -99,7 +99,7 @@ def newest_checkpoint(checkpoints: Path, warn: Callable[[str], None]) -> Snapsho
 
 def drop_old_checkpoints(checkpoints: Path, keep_last: int) -> list[int]:
     """Delete all but the newest ``keep_last`` and the one with the greatest accepted length; returns dropped steps."""
-    folders = _by_step(checkpoints)
+    folders = checkpoint_folders(checkpoints)
     kept = set(sorted(folders)[-keep_last:])
     scores = {
         step: accepted for step, folder in folders.items() if (accepted := _accepted(folder)) is not None
@@ -114,7 +114,8 @@ def drop_old_checkpoints(checkpoints: Path, keep_last: int) -> list[int]:
     return dropped
 
 
-def _by_step(checkpoints: Path) -> dict[int, Path]:
+def checkpoint_folders(checkpoints: Path) -> dict[int, Path]:
+    """Folders of checkpoints by step, whole or not."""
     if not checkpoints.is_dir():
         return {}
     found = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir() if path.is_dir())

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from payload.compile.first_step import require_warm
 from payload.compile.policy import decide
+from payload.data.feature_cache import FeatureCache, FeatureShape, RowFeatures, write_feature_cache
 from payload.data.prepared import PackedRows, Preparation, prepare
 from payload.data.regenerate import GenerationSettings, regenerate
 from payload.data.rows import Row, read_jsonl, read_rows
-from payload.data.sealed import file_sha256
+from payload.data.sealed import MANIFEST, file_sha256
 from payload.demo.target import ensure_demo_target
 from payload.drafter.config import DrafterConfig
 from payload.drafter.model import DFlashDrafter
@@ -53,6 +54,8 @@ class Prepared:
     config: DrafterConfig
     dtype: torch.dtype
     tied: bool
+    features: Path | None
+    """The offline feature cache, when the recipe asks for one."""
 
 
 def run_job(spec_path: Path, cold_ok: bool = False) -> int:
@@ -156,6 +159,10 @@ def prepare_run(
     facts = prepare(rows, tokenizer, recipe.data.max_length, recipe.data.min_loss_tokens, packed)
     for line in facts.describe():
         say(line)
+    program = TargetProgram(target, config.target_layer_ids, recipe.loss.kind == "kl")
+    features = None
+    if recipe.data.features == "offline":
+        features = ensure_features(recipe, program, packed, root, stop)
     prepared = Prepared(
         target=spec,
         packed=packed,
@@ -164,6 +171,7 @@ def prepare_run(
         config=config,
         dtype=target.dtype,
         tied=target.head_weight is target.embedding_weight,
+        features=features,
     )
     return prepared, target
 
@@ -207,6 +215,41 @@ def _training_rows(
     return read_jsonl(answers)
 
 
+def ensure_features(
+    recipe: Recipe, program: TargetProgram, packed: Path, root: Path, stop: StopSignal
+) -> Path:
+    """The folder of the training set's features, computed when it is not there.
+
+    Its name is a hash of the data, the target and the layers.
+    """
+    config, target = program.target.config, program.target
+    rows = PackedRows(packed, recipe.train.batch_size, recipe.train.seed)
+    shape = FeatureShape(
+        rows=rows.rows,
+        length=rows.row_length,
+        features=len(program.layer_ids) * config.hidden_size,
+        teacher=config.hidden_size if program.with_teacher else 0,
+        dtype=str(target.dtype).removeprefix("torch."),
+    )
+    key = [file_sha256(packed), vars(recipe.target), list(program.layer_ids), vars(shape)]
+    folder = root / "features" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    if (folder / MANIFEST).is_file():
+        say(f"features: using {folder}")
+        return folder
+
+    def all_rows() -> Iterator[RowFeatures]:
+        for start in range(0, rows.rows, rows.batch_size):
+            if stop.received:
+                raise PayloadError("Told to stop while features were being computed.")
+            numbers = list(range(start, min(start + rows.batch_size, rows.rows)))
+            supply = program.produce(rows.gather(numbers).to(target.device))
+            for slot in range(len(numbers)):
+                yield supply.features[slot], None if supply.teacher is None else supply.teacher[slot]
+
+    write_feature_cache(folder, shape, all_rows(), say)
+    return folder
+
+
 def _target_side(run: Run, prepared: Prepared, target: Target | None) -> TargetSide:
     assert target is not None
     tokenizer = load_tokenizer(prepared.target)
@@ -214,12 +257,9 @@ def _target_side(run: Run, prepared: Prepared, target: Target | None) -> TargetS
         held_out_prompts(run.recipe, tokenizer, target.config) if run.evaluates else HeldOut((), frozenset())
     )
     program = TargetProgram(target, run.config.target_layer_ids, run.recipe.loss.kind == "kl")
-    return TargetSide(
-        run,
-        program,
-        PackedRows(prepared.packed, run.recipe.train.batch_size, run.recipe.train.seed),
-        held_out,
-    )
+    rows = PackedRows(prepared.packed, run.recipe.train.batch_size, run.recipe.train.seed)
+    cache = FeatureCache(prepared.features) if prepared.features is not None else None
+    return TargetSide(run, program, rows, held_out, cache)
 
 
 def _drafter_program(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from payload.compile.first_step import FirstStepWatch
 from payload.compile.guard import install
+from payload.data.feature_cache import FeatureCache
 from payload.data.prepared import PackedRows
 from payload.decode import Acceptance
 from payload.drafter.card import model_card
@@ -69,22 +70,51 @@ class Run:
 
 
 class TargetSide:
-    """A rank's part as a target: produce what the plan asks for, and decode the held-out prompts."""
+    """A rank's part as a target: produce what the plan asks for, and decode the held-out prompts.
 
-    def __init__(self, run: Run, program: TargetProgram, rows: PackedRows, held_out: HeldOut) -> None:
+    With a feature cache the features are read instead of computed.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        program: TargetProgram,
+        rows: PackedRows,
+        held_out: HeldOut,
+        cache: FeatureCache | None = None,
+    ) -> None:
         self._run = run
         self._program = program
         self._rows = rows
         self._held_out = held_out
+        self._cache = cache
         self.outbox = Outbox(run.recipe.train.prefetch)
         self.data_wait_s = 0.0
 
     def produce(self, micro_batch: int) -> Supply:
         """The supply of one micro-batch, on this rank's device."""
         started = time.monotonic()
-        batch = self._rows.batch(micro_batch)
+        numbers = self._rows.row_numbers(micro_batch)
+        batch = self._rows.gather(numbers).to(self._run.ranks.device)
+        cached = self._read_features(self._cache, numbers) if self._cache is not None else None
         self.data_wait_s += time.monotonic() - started
-        return self._program.produce(batch.to(self._run.ranks.device))
+        return self._program.produce(batch) if cached is None else Supply(batch, *cached)
+
+    def _read_features(
+        self, cache: FeatureCache, numbers: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _, features, *rest = self._run.shape.buffers(self._run.ranks.device)
+        teacher = rest[0] if rest else None
+        # Rows that only fill up the batch have features of 0, and no document that could see them.
+        features[len(numbers) :] = 0
+        for slot, number in enumerate(numbers):
+            of_row, teacher_of_row = cache.read(number)
+            features[slot] = of_row.to(features.device)
+            if teacher is not None and teacher_of_row is not None:
+                teacher[slot] = teacher_of_row.to(teacher.device)
+        if teacher is not None:
+            teacher[len(numbers) :] = 0
+        return features, teacher
 
     def evaluate(self, state: dict[str, torch.Tensor], compare_plain: bool) -> Acceptance:
         """Held-out acceptance of a drafter's state; a collective of the targets."""

@@ -184,3 +184,29 @@ def test_targets_without_finite_features_fail_with_words(tiny_target_folder: Pat
         assert job.processes[1].exitcode == 1, job.output()
     assert "not finite" in job.output()
     assert "bfloat16" in job.output()
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl", "dpace"])
+def test_features_from_disk_teach_what_live_features_teach(
+    tiny_target_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    live = run(tmp_path / "live", tiny_recipe(tiny_target_folder, train__steps=3, loss__kind=kind))
+    stored = tiny_recipe(tiny_target_folder, train__steps=3, loss__kind=kind, data__features="offline")
+    from_disk = run(tmp_path / "disk", stored)
+    assert from_disk.wait() == [0], from_disk.output()
+    assert "features: 0.0 GB" in from_disk.output()
+    assert list(from_disk.losses().values()) == pytest.approx(list(live.losses().values()), rel=1e-5)
+
+
+def test_answers_are_generated_once_and_used_by_the_next_run(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(
+        tiny_target_folder, train__steps=1, data__regenerate=True, data__regenerate_max_new_tokens=6
+    )
+    first = run(tmp_path / "runs" / "a", recipe)
+    second = run(tmp_path / "runs" / "b", recipe)
+    assert second.wait() == [0], second.output()
+    assert "64 answered" in first.output()
+    assert "0 answered, 64 kept" in second.output() or "answered" not in second.output()
+    assert first.losses() == second.losses()
