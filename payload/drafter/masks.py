@@ -101,10 +101,16 @@ def mask_mod(
     return predicate
 
 
+@torch.compiler.disable(reason="a BlockMask made inside the graph that uses it gave wrong gradients")
 def flex_mask(
     anchors: Anchors, document_ids: Tensor, block_size: int, causal: bool, window: int | None
 ) -> BlockMask:
-    """The rule as a BlockMask of B x (any head) x A*K x (S + A*K); each document must lie in one piece."""
+    """The rule as a BlockMask of B x (any head) x A*K x (S + A*K); each document must lie in one piece.
+
+    It is an input of compiled graphs, never made inside one: seen with torch 2.11 on CUDA, Inductor then
+    compiled a forward pass a little and gradients several times off. A graph that must be whole refuses to
+    contain it.
+    """
     tiles = mask_tiles(anchors, document_ids, block_size, window)
     queries = anchors.positions.shape[1] * block_size
     return BlockMask.from_kv_blocks(

@@ -63,11 +63,17 @@ def document_starts(document_ids: Tensor) -> Tensor:
 
 
 def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """A BlockMask's form of ``tiles[B, Q, KV]``: counts int32 [B, 1, Q] and indices, listed ones first and
-    ascending, int32 [B, 1, Q, KV]."""
-    counts = tiles.sum(-1, dtype=torch.int32)
-    indices = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True).int()
-    return counts[:, None], indices[:, None]
+    """A BlockMask's form of ``tiles[B, Q, KV]``: counts int32 [B, 1, Q], and indices int32 [B, 1, Q, KV] with
+    the listed tiles first, ascending. Both are contiguous: flex_attention's kernels rely on the head's
+    stride."""
+    tiles = tiles[:, None]
+    listed = tiles.long()
+    counts = listed.sum(-1)
+    behind = counts[..., None] + (1 - listed).cumsum(-1) - 1
+    rank = torch.where(tiles, listed.cumsum(-1) - 1, behind)
+    column = torch.arange(tiles.shape[-1], device=tiles.device).expand_as(rank)
+    indices = torch.zeros_like(rank, memory_format=torch.contiguous_format).scatter(-1, rank, column)
+    return counts.int(), indices.int()
 
 
 def _overlap(begin: Tensor, end: Tensor, first_key: Tensor) -> Tensor:

@@ -130,8 +130,9 @@ def test_the_block_mask_lists_the_tiles_that_torch_finds(window):
     assert not (theirs.to_dense().bool() & ~ours.to_dense().bool()).any()
     if window is None:
         assert torch.equal(ours.to_dense(), theirs.to_dense())
-        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        for name in ("kv", "full_kv", "q", "full_q"):
+            for part in (f"{name}_num_blocks", f"{name}_indices"):
+                assert torch.equal(getattr(ours, part), getattr(theirs, part)), part
         assert ours.full_kv_num_blocks.sum() > 0
     assert ours.sparsity() > 50
 

@@ -4,6 +4,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from payload.data.batch import Batch, empty_batch
+from payload.drafter import step as step_module
 from payload.drafter.anchors import Anchors, sample_anchors
 from payload.drafter.config import FULL, SLIDING
 from payload.drafter.loss import LossConfig, simulated_accepted_length
@@ -182,3 +183,13 @@ def test_the_whole_step_compiles_into_one_graph_once():
     torch.testing.assert_close(loss.loss_sum, plain.loss_sum)
     for parameter, gradient in zip(drafter.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_flex_mask_is_never_made_inside_a_whole_graph(monkeypatch):
+    """There it once compiled to wrong gradients without a word; now the compilation stops."""
+    setting = _setting()
+    monkeypatch.setattr(step_module, "kernel_for", lambda device: "flex")
+    torch._dynamo.reset()
+    compiled = torch.compile(drafter_loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="wrong gradients"):
+        compiled(*setting, LossConfig())
