@@ -68,7 +68,7 @@ def write_feature_cache(
     report(f"features: {shape.total_bytes / 1e9:.1f} GB for {shape.rows} rows; {free / 1e9:.1f} GB are free")
     if needed > free:
         raise PayloadError(
-            f"The features need {needed / 1e9:.1f} GB with a reserve, but {folder.parent} has {free / 1e9:.1f} GB free.",
+            f"The features and a reserve need {needed / 1e9:.1f} GB; {folder.parent} has {free / 1e9:.1f} GB free.",
             hint="Free some space, use fewer or shorter rows, or set data.features: online.",
             kind="refused",
         )

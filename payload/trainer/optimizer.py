@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from payload.recipe import OptimSpec
 
@@ -44,7 +45,7 @@ class MasterAdamW:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = _whole_norm(gradients) / unit
+        norm = whole_tensor(torch.nn.utils.get_total_norm(gradients)).double() / unit
         usable = torch.isfinite(norm) & (unit > 0)
         # Gradients of magnitude ``unit`` are divided by this scale inside the update.
         scale = torch.where(usable, unit * (norm / self._clip).clamp(min=1.0), 1.0).float()
@@ -61,11 +62,14 @@ class MasterAdamW:
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Moments and step counts by parameter index, as ``load_state_tensors`` takes them."""
+        """Moments and step counts by parameter index, as ``load_state_tensors`` takes them.
+
+        Whole tensors, gathered when the parameters are sharded: then a collective of all drafters.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for index, parameter in enumerate(self.parameters):
             for name, value in self._adamw.state.get(parameter, {}).items():
-                tensors[f"{index}.{name}"] = value
+                tensors[f"{index}.{name}"] = whole_tensor(value)
         return tensors
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -73,11 +77,12 @@ class MasterAdamW:
         for key, value in tensors.items():
             index, name = key.split(".", 1)
             parameter = self.parameters[int(index)]
-            self._adamw.state[parameter][name] = value.to(parameter.device)
+            own = value.to(parameter.device)
+            if isinstance(parameter, DTensor) and own.shape == parameter.shape:
+                own = distribute_tensor(own, parameter.device_mesh, parameter.placements)
+            self._adamw.state[parameter][name] = own
 
 
-def _whole_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    norm = torch.nn.utils.get_total_norm(gradients)
-    full = getattr(norm, "full_tensor", None)
-    whole: torch.Tensor = full() if full is not None else norm
-    return whole.double()
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is, or gathered from its shards: then a collective of those that hold them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -26,7 +26,7 @@ from payload.drafter.step import LossOutput, drafter_loss
 from payload.errors import PayloadError
 from payload.recipe import Recipe
 from payload.target import Target
-from payload.trainer.optimizer import MasterAdamW
+from payload.trainer.optimizer import MasterAdamW, whole_tensor
 from payload.trainer.transfer import Supply, SupplyShape
 
 Role = Literal["target", "drafter", "both"]
@@ -135,7 +135,7 @@ class DrafterProgram:
     def full_state(self) -> dict[str, torch.Tensor]:
         """The drafter's whole state dict, gathered when it is sharded: then a collective of all drafters."""
         state = self.drafter.state_dict()
-        return {name: _whole(tensor) for name, tensor in state.items()}
+        return {name: whole_tensor(tensor) for name, tensor in state.items()}
 
     def _synchronize(self, last: bool) -> None:
         if isinstance(self._module, DistributedDataParallel):
@@ -310,9 +310,3 @@ def _shard(drafter: DFlashDrafter, group: dist.ProcessGroup | None, device: torc
     for layer in drafter.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(drafter, mesh=mesh)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

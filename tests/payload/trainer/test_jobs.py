@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,21 @@ def test_any_split_of_roles_ends_and_learns_from_the_same_micro_batches(
     )
     assert list(job.losses().values()) == pytest.approx(list(alone.losses().values()), rel=1e-4)
     assert [line["step"] for line in job.lines("eval")] == [0, 2, 4]
+
+
+def test_sharded_drafters_learn_what_whole_ones_learn_and_resume(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    sharded = {"train__shard": "fsdp2", "train__checkpoint_every": 3, **topology([0], [0, 1])}
+    job = run(tmp_path / "job", tiny_recipe(tiny_target_folder, **sharded))
+    assert set(job.wait()) == {0}, job.output()
+    alone = run(tmp_path / "alone", tiny_recipe(tiny_target_folder, train__accumulation=2))
+    assert list(job.losses().values()) == pytest.approx(list(alone.losses().values()), rel=1e-3)
+    shutil.rmtree(tmp_path / "job" / "checkpoints" / "step-000006")
+    losses = job.losses()
+    (tmp_path / "job" / "metrics.jsonl").unlink()
+    again = run(tmp_path / "job", tiny_recipe(tiny_target_folder, **sharded))
+    assert again.losses() == {step: losses[step] for step in (4, 5, 6)}, again.output()
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from payload.data.rows import Row
+from payload.data.tokens import Example, RowSkippedError, encode_row, verify_template
+from payload.errors import PayloadError
+
+QUESTION = {"role": "user", "content": "How many?"}
+ANSWER = {"role": "assistant", "content": "Seven apples."}
+SECOND = {"role": "user", "content": "And now?"}
+LAST = {"role": "assistant", "content": "Nine."}
+
+REWRITES_HISTORY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>' }}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNLIKE_ITS_PROMPT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>robot says{% endif %}"
+)
+DROPS_THE_ANSWER = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>{% else %}"
+    "<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+def encode(content: Any, words: Any, **changes: Any) -> tuple[Example, Counter[str]]:
+    notes: Counter[str] = Counter()
+    limits = {"max_length": 256, "min_loss_tokens": 1} | changes
+    return encode_row(Row(content, "here"), words, notes=notes, **limits), notes
+
+
+def supervised(example: Example, words: Any) -> str:
+    kept = [token for token, on in zip(example.input_ids, example.loss_mask, strict=True) if on]
+    return str(words.decode(kept))
+
+
+def with_template(words: Any, template: str) -> Any:
+    changed = copy.deepcopy(words)
+    changed.chat_template = template
+    return changed
+
+
+def test_every_answer_is_supervised_up_to_its_end_token_and_nothing_else(words: Any) -> None:
+    example, notes = encode({"messages": [QUESTION, ANSWER, SECOND, LAST]}, words)
+    assert supervised(example, words) == "Seven apples.<|im_end|>Nine.<|im_end|>"
+    assert not notes
+
+
+def test_text_is_supervised_whole_and_ids_as_their_mask_says(words: Any) -> None:
+    example, _ = encode({"text": "one two three"}, words)
+    assert all(example.loss_mask)
+    example, _ = encode({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, words)
+    assert example == Example([5, 6, 7], [False, True, True])
+
+
+def test_a_long_document_is_cut_and_counted(words: Any) -> None:
+    example, notes = encode({"input_ids": list(range(5, 25))}, words, max_length=8)
+    assert len(example.input_ids) == len(example.loss_mask) == 8
+    assert notes == {"cut to the maximum length": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "not a JSON object"),
+        ({}, "no messages, text or input_ids"),
+        ({"messages": []}, "messages is not a list of turns"),
+        ({"messages": [{"content": "x"}]}, "a turn without a role"),
+        ({"messages": [{"role": "user", "content": None}]}, "a turn whose content is not text"),
+        ({"messages": [QUESTION]}, "no assistant turn"),
+        ({"text": " "}, "text is empty or not text"),
+        ({"input_ids": [10**9]}, "input_ids outside the vocabulary"),
+        ({"input_ids": [1, True]}, "input_ids outside the vocabulary"),
+        ({"input_ids": [5, 6], "loss_mask": [1]}, "loss_mask of another length than input_ids"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 0]}, "too few supervised tokens"),
+    ],
+)
+def test_an_unusable_row_is_skipped_with_its_reason(words: Any, content: Any, reason: str) -> None:
+    with pytest.raises(RowSkippedError, match=reason):
+        encode(content, words)
+
+
+def test_turns_that_the_template_renders_otherwise_later_are_not_supervised(words: Any) -> None:
+    changed = with_template(words, REWRITES_HISTORY)
+    example, notes = encode({"messages": [QUESTION, ANSWER, SECOND, LAST]}, changed)
+    assert supervised(example, changed) == "<think>Nine.<|im_end|>"
+    assert sum(notes.values()) == 1
+
+
+def test_the_demos_template_is_accepted(words: Any) -> None:
+    verify_template(words)
+
+
+@pytest.mark.parametrize("template", [None, UNLIKE_ITS_PROMPT, DROPS_THE_ANSWER])
+def test_a_template_whose_mask_would_be_empty_or_wrong_is_refused(words: Any, template: str | None) -> None:
+    changed = copy.deepcopy(words)
+    changed.chat_template = template
+    with pytest.raises(PayloadError) as caught:
+        verify_template(changed)
+    assert caught.value.kind == "refused"

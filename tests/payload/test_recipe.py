@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from payload.errors import PayloadError
+from payload.recipe import RECIPES, load_recipe, recipe_from_dict
+
+MINIMAL = """\
+target:
+  model: some/folder
+data:
+  train: [rows.jsonl]
+train:
+  steps: 10
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_is_valid_and_survives_json(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe_from_dict(recipe.to_dict()) == recipe
+
+
+def test_qwen3_8b_has_the_papers_settings_and_five_targets_for_three_drafters() -> None:
+    recipe = load_recipe("qwen3-8b")
+    assert (recipe.drafter.block_size, recipe.train.num_anchors, recipe.drafter.num_layers) == (16, 512, 5)
+    assert (recipe.optim.lr, recipe.optim.schedule, recipe.optim.warmup, recipe.optim.clip) == (
+        6e-4,
+        "cosine",
+        0.04,
+        1,
+    )
+    assert (recipe.loss.gamma, recipe.data.max_length) == (7, 3072)
+    assert recipe.topology.targets == (0, 1, 2, 3, 4)
+    assert recipe.topology.drafters == (5, 6, 7)
+
+
+def test_what_is_left_out_has_its_default_and_the_name_is_the_files(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, MINIMAL))
+    assert recipe.name == "recipe"
+    assert recipe.drafter.block_size == 16
+
+
+def test_numbers_may_be_written_as_yaml_reads_them_for_text(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, MINIMAL + "optim: {lr: 6e-4, clip: 1}\ncompile: on\n"))
+    assert recipe.optim.lr == 6e-4
+    assert recipe.optim.clip == 1.0
+    assert recipe.compile == "on"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        (MINIMAL + "optim:\n  lrr: 1\n", 8, "unknown key optim.lrr"),
+        (MINIMAL + "typo: 1\n", 7, "unknown key typo"),
+        (MINIMAL + "optim:\n  lr: fast\n", 8, "optim.lr must be a number, not 'fast'"),
+        (MINIMAL + "optim:\n  lr: -1\n", 8, "optim.lr must be greater than 0"),
+        (MINIMAL + "optim:\n  warmup: 2\n", 8, "optim.warmup must lie between 0 and 1"),
+        (MINIMAL + "loss:\n  kind: mse\n", 8, "loss.kind must be one of ce, dpace, kl"),
+        (MINIMAL + "compile: maybe\n", 7, "compile must be one of auto, on, off"),
+        (MINIMAL + "drafter:\n  block_size: 1\n", 8, "drafter.block_size must be at least 2"),
+        (MINIMAL + "drafter:\n  layer_types: [full_attention]\n", 8, "must name 5 layers"),
+        (MINIMAL + "drafter:\n  num_layers: 2.5\n", 8, "drafter.num_layers must be a whole number"),
+        (MINIMAL + "topology:\n  targets: [0]\n  drafters: [2]\n", 9, "leaves ranks [1] without a role"),
+        (MINIMAL + "topology:\n  targets: [0, 0]\n", 8, "each once"),
+        (MINIMAL + "train:\n  steps: 3\n", 7, "train is given twice"),
+        (MINIMAL.replace("steps: 10", "steps: 0"), 6, "train.steps must be greater than 0"),
+        (MINIMAL.replace("  steps: 10", "  seed: 1"), 5, "train.steps is missing"),
+        ("- a\n", 1, "must be a mapping"),
+        ("target: {model: a\n", 2, "not valid YAML"),
+        ("", 1, "is missing"),
+    ],
+)
+def test_a_bad_recipe_names_file_line_and_key(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(PayloadError) as caught:
+        load_recipe(path)
+    assert caught.value.kind == "usage"
+    assert says in caught.value.message
+    assert caught.value.message.startswith(f"{path}:{line}: ")
+
+
+def test_an_unknown_name_lists_the_shipped_recipes() -> None:
+    with pytest.raises(PayloadError, match="No recipe nope") as caught:
+        load_recipe("nope")
+    assert "tiny-cpu" in caught.value.hint
+
+
+@pytest.mark.parametrize("override", [{"train.steps": 7}, {"train": {"steps": 7}}])
+def test_overrides_change_one_value_whether_dotted_or_nested(override: dict[str, Any]) -> None:
+    changed, plain = load_recipe("tiny-cpu", override), load_recipe("tiny-cpu")
+    assert changed.train.steps == 7
+    assert changed.train.batch_size == plain.train.batch_size
+
+
+def test_a_bad_override_names_itself() -> None:
+    with pytest.raises(PayloadError, match=r"override train\.stepz: unknown key train\.stepz"):
+        load_recipe("tiny-cpu", {"train.stepz": 7})
+
+
+def test_the_digest_changes_with_what_is_computed_and_not_with_how_it_is_watched() -> None:
+    plain = load_recipe("tiny-cpu").digest()
+    assert load_recipe("tiny-cpu", {"train.log_every": 1, "name": "other"}).digest() == plain
+    assert load_recipe("tiny-cpu", {"optim.lr": 1}).digest() != plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda below: (
+            st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(["target", "model", "x"]), below)
+        ),
+        max_leaves=12,
+    )
+)
+def test_whatever_is_no_recipe_is_refused_with_words(value: Any) -> None:
+    with pytest.raises(PayloadError):
+        recipe_from_dict(value)
