@@ -71,8 +71,8 @@ test-gpu: $(VENV)/.dev ## The tests that need a CUDA GPU
 	@$(VENV)/bin/python -m pytest -q -m gpu --timeout 600
 lint: $(VENV)/.dev ## ruff: lint and format
 	@$(VENV)/bin/python -m ruff check . && $(VENV)/bin/python -m ruff format --check .
-types: $(VENV)/.dev ## mypy
-	@$(VENV)/bin/python -m mypy orchestrator payload tests
+types: $(VENV)/.dev ## mypy on the product (tests are checked by running)
+	@$(VENV)/bin/python -m mypy orchestrator payload
 
 .PHONY: lock
 LOCK := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --excludes requirements/excludes.txt

@@ -70,16 +70,20 @@ def _describe(layout: Layout, run_id: str) -> Json:
 
 
 def _last_metrics(path: Path) -> Optional[Json]:
-    """The last whole line of metrics that can be read, or None."""
+    """The newest value of each metric in the last lines that can be read, or None.
+
+    Lines of different kinds follow each other (a step's, a held-out evaluation's), so the last one alone lacks some.
+    """
+    newest: Json = {}
     with contextlib.suppress(OSError), path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - _METRICS_TAIL_BYTES))
-        for line in reversed(file.read().split(b"\n")[:-1]):
+        for line in file.read().split(b"\n")[:-1]:
             with contextlib.suppress(ValueError):
                 metrics = json.loads(line)
                 if isinstance(metrics, dict):
-                    return metrics
-    return None
+                    newest.update((name, value) for name, value in metrics.items() if value is not None)
+    return newest or None
 
 
 def _size(path: Path) -> int:

@@ -359,6 +359,8 @@ def test_a_spec_that_cannot_run_is_refused_before_anything_is_made(
     assert not (container.root / "runs/r1").exists()
 
 
-def test_the_last_metrics_are_those_of_the_last_whole_line(container: FakeContainer) -> None:
-    container.start("r1", "open('metrics.jsonl', 'w').write('{\"step\": 1}\\n{\"step\": 2}\\n{\"st')")
-    assert container.wait_for_state("r1", "finished")["last_metrics"] == {"step": 2}
+def test_the_last_metrics_are_the_newest_of_each_kind_in_whole_lines(container: FakeContainer) -> None:
+    lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "accepted_length": 3.0, "loss": null}', '{"st']
+    container.start("r1", f"open('metrics.jsonl', 'w').write({chr(10).join(lines)!r})")
+    newest = container.wait_for_state("r1", "finished")["last_metrics"]
+    assert newest == {"step": 2, "loss": 2.5, "accepted_length": 3.0}
