@@ -30,12 +30,15 @@ def test_any_damage_is_noticed(tmp_path: Path, damage: str) -> None:
     with sealed_folder(tmp_path / "thing") as partial:
         (partial / "file").write_bytes(b"abc")
     file = tmp_path / "thing" / "file"
-    {
-        "change": lambda: file.write_bytes(b"abd"),
-        "cut": lambda: file.write_bytes(b"ab"),
-        "delete": file.unlink,
-        "unlist": lambda: (tmp_path / "thing" / "manifest.json").write_text("{"),
-    }[damage]()
+    match damage:
+        case "change":
+            file.write_bytes(b"abd")
+        case "cut":
+            file.write_bytes(b"ab")
+        case "delete":
+            file.unlink()
+        case "unlist":
+            (tmp_path / "thing" / "manifest.json").write_text("{")
     with pytest.raises(PayloadError):
         open_sealed(tmp_path / "thing")
 

@@ -55,7 +55,14 @@ def test_micro_batches_on_one_drafter_and_drafters_side_by_side_learn_alike(
     assert list(parallel.losses().values()) == pytest.approx(list(accumulated.losses().values()), rel=1e-4)
 
 
-@pytest.mark.parametrize(("targets", "drafters"), [([0, 1], [2]), ([0], [1, 2]), ([0, 1], [1, 2])])
+@pytest.mark.parametrize(
+    ("targets", "drafters"),
+    [
+        pytest.param([0, 1], [2], marks=pytest.mark.slow),
+        pytest.param([0], [1, 2], marks=pytest.mark.slow),
+        ([0, 1], [1, 2]),
+    ],
+)
 def test_any_split_of_roles_ends_and_learns_from_the_same_micro_batches(
     tiny_target_folder: Path, tmp_path: Path, targets: list[int], drafters: list[int]
 ) -> None:
@@ -78,6 +85,7 @@ def test_any_split_of_roles_ends_and_learns_from_the_same_micro_batches(
     assert [line["step"] for line in job.lines("eval")] == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_sharded_drafters_learn_what_whole_ones_learn_and_resume(
     tiny_target_folder: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +150,7 @@ def test_sigterm_checkpoints_and_the_run_goes_on_from_there(tiny_target_folder: 
     assert f"resuming after step {ended['step']}" in again.output()
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_target_alone_stops_all(tiny_target_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tiny_target_folder, train__steps=2000, **topology([0], [1]))
     with started(tmp_path, recipe) as job:
@@ -202,7 +211,9 @@ def test_targets_without_finite_features_fail_with_words(tiny_target_folder: Pat
     assert "bfloat16" in job.output()
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl", "dpace"])
+@pytest.mark.parametrize(
+    "kind", ["kl", pytest.param("ce", marks=pytest.mark.slow), pytest.param("dpace", marks=pytest.mark.slow)]
+)
 def test_features_from_disk_teach_what_live_features_teach(
     tiny_target_folder: Path, tmp_path: Path, kind: str
 ) -> None:
