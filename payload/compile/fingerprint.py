@@ -71,7 +71,7 @@ def collect_facts(recipe: Mapping[str, Any], device: str) -> Facts:
         triton=triton_version(),
         python=f"{platform.python_implementation()} {platform.python_version()}",
         machine=platform.machine(),
-        arch=architecture(device),
+        arch=architecture(device, local_ranks(recipe)),
         # Triton compiles for the GPU by itself, but its launchers and inductor's wrappers go through the C++ compiler.
         compiler=compiler_version(),
         sources=sources_digest(PAYLOAD_ROOT),
@@ -79,14 +79,31 @@ def collect_facts(recipe: Mapping[str, Any], device: str) -> Facts:
     )
 
 
-def architecture(device: str) -> str:
-    """``NVIDIA H200 sm_90`` for a GPU, ``cpu AVX512`` (the widest instruction set torch uses) for a CPU."""
+def local_ranks(recipe: Mapping[str, Any]) -> int:
+    """How many ranks the recipe's topology has; all of them run in one container."""
+    topology = recipe["topology"]
+    return int(max(*topology["targets"], *topology["drafters"])) + 1
+
+
+def threads_of_a_rank(ranks: int) -> int:
+    """CPU threads that each of ``ranks`` processes of one machine computes with: its share of the cores.
+
+    Inductor writes the number into its CPU kernels, so warm-up and training must agree on it.
+    """
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def architecture(device: str, ranks: int) -> str:
+    """``NVIDIA H200 sm_90`` for a GPU; ``cpu AVX512, 1 threads`` for a CPU that ``ranks`` ranks share.
+
+    That is the widest instruction set that torch uses, and the number of threads that CPU kernels are made for.
+    """
     import torch
 
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()} sm_{major}{minor}"
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}, {threads_of_a_rank(ranks)} threads"
 
 
 def triton_version() -> str:
