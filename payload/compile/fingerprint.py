@@ -71,7 +71,7 @@ def collect_facts(recipe: Mapping[str, Any], device: str) -> Facts:
         triton=triton_version(),
         python=f"{platform.python_implementation()} {platform.python_version()}",
         machine=platform.machine(),
-        arch=architecture(device, local_ranks(recipe)),
+        arch=architecture(device, cpu_threads(recipe)),
         # Triton compiles for the GPU by itself, but its launchers and inductor's wrappers go through the C++ compiler.
         compiler=compiler_version(),
         sources=sources_digest(PAYLOAD_ROOT),
@@ -79,22 +79,16 @@ def collect_facts(recipe: Mapping[str, Any], device: str) -> Facts:
     )
 
 
-def local_ranks(recipe: Mapping[str, Any]) -> int:
-    """How many ranks the recipe's topology has; all of them run in one container."""
-    topology = recipe["topology"]
-    return int(max(*topology["targets"], *topology["drafters"])) + 1
+def cpu_threads(recipe: Mapping[str, Any]) -> int:
+    """CPU threads that each rank computes with: the cores are shared among the drafters.
 
-
-def threads_of_a_rank(ranks: int) -> int:
-    """CPU threads that each of ``ranks`` processes of one machine computes with: its share of the cores.
-
-    Inductor writes the number into its CPU kernels, so warm-up and training must agree on it.
+    A target's forward pass is a small part of the work, and its threads sleep while it waits. Inductor writes the number into its CPU kernels, so warm-up and training must take it from here.
     """
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, (os.cpu_count() or 1) // len(recipe["topology"]["drafters"]))
 
 
-def architecture(device: str, ranks: int) -> str:
-    """``NVIDIA H200 sm_90`` for a GPU; ``cpu AVX512, 1 threads`` for a CPU that ``ranks`` ranks share.
+def architecture(device: str, threads: int) -> str:
+    """``NVIDIA H200 sm_90`` for a GPU; ``cpu AVX512, 2 threads`` for a CPU.
 
     That is the widest instruction set that torch uses, and the number of threads that CPU kernels are made for.
     """
@@ -103,7 +97,7 @@ def architecture(device: str, ranks: int) -> str:
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()} sm_{major}{minor}"
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}, {threads_of_a_rank(ranks)} threads"
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
 
 
 def triton_version() -> str:

@@ -56,12 +56,15 @@ def run(request: WorkRequest) -> WorkReport:
     import torch
 
     from payload.compile.counts import read_counts
+    from payload.compile.fingerprint import cpu_threads
     from payload.compile.first_step import attention_name
     from payload.compile.guard import install
     from payload.recipe import recipe_from_dict
     from payload.trainer.program import build_step
 
     install()
+    if request.device == "cpu":
+        torch.set_num_threads(cpu_threads(request.recipe))
     if (
         request.load is not None
         and torch.compiler.load_cache_artifacts(Path(request.load).read_bytes()) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from payload.compile.fingerprint import cpu_threads
 from payload.compile.first_step import require_warm
 from payload.compile.policy import decide
 from payload.data.feature_cache import FeatureCache, FeatureShape, RowFeatures, write_feature_cache
@@ -79,7 +79,7 @@ def _run(spec_path: Path, cold_ok: bool) -> int:
     try:
         roles = roles_of(recipe, ranks.world_size)
         require_warm(spec, ranks.device.type, cold_ok)
-        _use_cores(ranks, roles)
+        _use_cores(ranks, spec["recipe"])
         stop = StopSignal(ranks.store)
         stop.install()
         groups = Groups(
@@ -401,10 +401,7 @@ def _root_of(run_dir: Path) -> Path:
     return run_dir.parent.parent if run_dir.parent.name == "runs" else run_dir
 
 
-def _use_cores(ranks: Ranks, roles: Roles) -> None:
-    """On a CPU, share the cores among the drafters; torchrun would leave each process with one thread.
-
-    A target's forward pass is a small part of the work, and its threads sleep while it waits.
-    """
+def _use_cores(ranks: Ranks, recipe: dict[str, Any]) -> None:
+    """On a CPU, share the cores as warm-up compiled for; torchrun would leave each process with one thread."""
     if ranks.device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(roles.drafters)))
+        torch.set_num_threads(cpu_threads(recipe))

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from payload.compile.fingerprint import (
     COMPILED_SOURCES,
     PAYLOAD_ROOT,
+    architecture,
     collect_facts,
+    cpu_threads,
     shapes_digest,
     sources_digest,
 )
@@ -49,6 +51,13 @@ def test_the_facts_of_this_machine_are_complete_and_repeatable():
 def test_what_decides_shapes_and_graphs_changes_the_digest_and_nothing_else_does(override, same):
     plain, changed = load_recipe("tiny-cpu").to_dict(), load_recipe("tiny-cpu", override).to_dict()
     assert (shapes_digest(plain) == shapes_digest(changed)) == same
+
+
+def test_the_drafters_share_the_cores_of_a_cpu_and_their_threads_are_part_of_the_facts(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    shares = [cpu_threads({"topology": {"targets": [0], "drafters": [*range(n)]}}) for n in (1, 2, 3, 16)]
+    assert shares == [8, 4, 2, 1]
+    assert architecture("cpu", 4).endswith(", 4 threads")
 
 
 def test_editing_a_compiled_source_changes_the_digest_and_editing_another_does_not(tmp_path):
