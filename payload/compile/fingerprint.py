@@ -82,7 +82,8 @@ def collect_facts(recipe: Mapping[str, Any], device: str) -> Facts:
 def cpu_threads(recipe: Mapping[str, Any]) -> int:
     """CPU threads that each rank computes with: the cores are shared among the drafters.
 
-    A target's forward pass is a small part of the work, and its threads sleep while it waits. Inductor writes the number into its CPU kernels, so warm-up and training must take it from here.
+    A target's forward pass is a small part of the work, and its threads sleep while it waits. Inductor writes the
+    number into its CPU kernels, so warm-up and training must take it from here.
     """
     return max(1, (os.cpu_count() or 1) // len(recipe["topology"]["drafters"]))
 
