@@ -79,7 +79,7 @@ def test_a_job_of_another_size_than_the_topology_is_refused() -> None:
 def test_a_stop_takes_effect_where_every_target_can_know_it() -> None:
     store = dist.HashStore()
     lead, target = (Pace(store, first_step=1, last_step=100, window=2) for _ in range(2))
-    produced = []
+    produced: list[int] = []
     for step in range(1, 11):
         while len(produced) < step + 1 and target.await_turn(len(produced) + 1):
             produced.append(len(produced) + 1)
