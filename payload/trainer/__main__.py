@@ -37,6 +37,8 @@ def _prepare_environment() -> None:
     # Threads that spin while they wait take the core that another rank needs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Progress bars of libraries fill a log that nobody watches as a terminal.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 

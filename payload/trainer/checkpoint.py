@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from payload.data.sealed import open_sealed, sealed_folder
@@ -69,31 +70,36 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path) -> Snapshot:
-    """Read a verified checkpoint. Raises ``PayloadError`` when it is incomplete or damaged."""
-    open_sealed(folder)
+    """Read a checkpoint that ``newest_checkpoint`` has verified. Raises ``PayloadError`` when it cannot be read."""
     try:
-        progress = Progress(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
         tensors = load_file(folder / "trainer.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise PayloadError(f"The checkpoint {folder} cannot be read: {error}") from error
+
+    def part(prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+    return Snapshot(read_progress(folder), part("weights."), part("optimizer."))
+
+
+def read_progress(folder: Path) -> Progress:
+    """Where the run of a verified checkpoint stood. Raises ``PayloadError`` when that cannot be read."""
+    try:
+        return Progress(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise PayloadError(f"The checkpoint {folder} cannot be read: {error}") from error
-    return Snapshot(
-        progress,
-        weights={
-            name.removeprefix("weights."): t for name, t in tensors.items() if name.startswith("weights.")
-        },
-        optimizer={
-            name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")
-        },
-    )
 
 
-def newest_checkpoint(checkpoints: Path, warn: Callable[[str], None]) -> Snapshot | None:
+def newest_checkpoint(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is whole; each broken one on the way is passed over with a warning."""
     for step, folder in sorted(checkpoint_folders(checkpoints).items(), reverse=True):
         try:
-            return read_checkpoint(folder)
+            open_sealed(folder)
+            read_progress(folder)
         except PayloadError as error:
             warn(f"warning: the checkpoint of step {step} is not used: {error.message}")
+        else:
+            return folder
     return None
 
 

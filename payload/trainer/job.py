@@ -28,7 +28,7 @@ from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
 from payload.recipe import Recipe, TargetSpec, recipe_from_dict
 from payload.target import Target
-from payload.trainer.checkpoint import Progress, Snapshot, newest_checkpoint
+from payload.trainer.checkpoint import Progress, Snapshot, newest_checkpoint, read_checkpoint, read_progress
 from payload.trainer.heldout import HeldOut, held_out_prompts
 from payload.trainer.loop import DrafterSide, Groups, Run, TargetSide, run_target
 from payload.trainer.metrics import MetricsLog
@@ -115,11 +115,11 @@ def _train(
     head, embedding = _share_weights(prepared, target, ranks, roles)
 
     identity = f"{recipe.digest()}-{prepared.data_sha256[:16]}"
-    snapshot = ranks.broadcast_object(
-        _find_snapshot(run_dir, spec, identity) if ranks.rank == roles.lead_drafter else None,
+    resumed: Path | None = ranks.broadcast_object(
+        _find_checkpoint(run_dir, spec, identity) if ranks.rank == roles.lead_drafter else None,
         roles.lead_drafter,
     )
-    progress = snapshot.progress if snapshot is not None else Progress(step=0, identity=identity)
+    progress = read_progress(resumed) if resumed is not None else Progress(step=0, identity=identity)
     first_step = progress.step + 1
     run = Run(
         recipe=recipe,
@@ -140,6 +140,7 @@ def _train(
         assert side is not None
         run_target(run, side)
         return 0 if run.pace.last_step == recipe.train.steps else EXIT_STOPPED
+    snapshot = read_checkpoint(resumed) if resumed is not None else None
     program = _drafter_program(run, head, embedding, snapshot)
     return _run_drafter(run, program, side, progress)
 
@@ -179,9 +180,7 @@ def prepare_run(
 def load_tokenizer(spec: TargetSpec) -> Any:
     """The target's own tokenizer. Raises ``PayloadError`` when there is none."""
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     options = {"gguf_file": spec.gguf_file} if spec.gguf_file else {}
     try:
         return AutoTokenizer.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, **options)
@@ -339,22 +338,24 @@ def judge(recipe: Recipe, ended: Progress) -> tuple[int, str]:
     return EXIT_FAILED, f"failed: no clear improvement: {loss}, {accepted}"
 
 
-def _find_snapshot(run_dir: Path, spec: dict[str, Any], identity: str) -> Snapshot | None:
+def _find_checkpoint(run_dir: Path, spec: dict[str, Any], identity: str) -> Path | None:
     """The newest whole checkpoint of this run, or of the run that the spec names under ``resume_from``."""
-    snapshot = newest_checkpoint(run_dir / "checkpoints", say)
+    found = newest_checkpoint(run_dir / "checkpoints", say)
     source = spec.get("resume_from")
-    if snapshot is None and source is not None:
-        folder = run_dir / source / "checkpoints"
-        snapshot = newest_checkpoint(folder, say)
-        if snapshot is None:
-            raise PayloadError(f"There is no usable checkpoint in {folder} to resume from.", kind="refused")
-    if snapshot is not None and snapshot.progress.identity != identity:
+    if found is None and source is not None:
+        checkpoints = run_dir / source / "checkpoints"
+        found = newest_checkpoint(checkpoints, say)
+        if found is None:
+            raise PayloadError(
+                f"There is no usable checkpoint in {checkpoints} to resume from.", kind="refused"
+            )
+    if found is not None and read_progress(found).identity != identity:
         raise PayloadError(
             "The checkpoint to resume from was made by another recipe or on other data.",
             hint="Resume with the recipe and data of that run, or start a new run.",
             kind="refused",
         )
-    return snapshot
+    return found
 
 
 def _share_weights(

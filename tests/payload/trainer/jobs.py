@@ -20,6 +20,9 @@ import torch
 from payload.demo import corpus, tokenizer
 from payload.recipe import Recipe, recipe_from_dict
 
+# As the trainer's entry does: threads that spin take the cores that other ranks need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The server has torch and transformers imported already, so that a rank starts in a fraction of a second.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["payload.trainer.job", "transformers.models.qwen3.modeling_qwen3"])

@@ -172,6 +172,17 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning(tiny_target_folder: P
     assert again.losses() == first.losses()
 
 
+def test_a_new_run_goes_on_from_the_checkpoint_of_another(tiny_target_folder: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny_target_folder, train__checkpoint_every=4)
+    first = run(tmp_path / "runs" / "a", recipe)
+    shutil.rmtree(tmp_path / "runs" / "a" / "checkpoints" / "step-000006")
+    second = run(tmp_path / "runs" / "b", recipe, resume_from="../a")
+    assert second.losses() == {step: first.losses()[step] for step in (5, 6)}, second.output()
+    without = run(tmp_path / "runs" / "c", recipe, resume_from="../nothing")
+    assert without.wait() == [1]
+    assert "no usable checkpoint" in without.output()
+
+
 def test_another_recipe_does_not_resume_a_run(tiny_target_folder: Path, tmp_path: Path) -> None:
     run(tmp_path, tiny_recipe(tiny_target_folder))
     other = run(tmp_path, tiny_recipe(tiny_target_folder, optim__lr=0.5))
