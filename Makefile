@@ -42,15 +42,15 @@ node-start: $(VENV)/.desk ## Start the embedded node and leave it running
 node-stop: $(VENV)/.desk ## Stop the embedded node
 	@$(RUN) node stop
 
-.PHONY: deploy venv warmup train logs status stop fetch probe
+.PHONY: deploy venv warmup train logs status stop fetch probe cache race
 deploy: $(VENV)/.desk ## Bring the payload into the container
 	@$(RUN) deploy
 venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
 	@$(RUN) venv $(if $(WHEELHOUSE),--wheelhouse) $(if $(FORCE),--force)
 warmup: $(VENV)/.desk ## Compile what training will call (PROVE=1: a second process must miss nothing)
 	@$(RUN) warmup $(foreach s,$(SET),--set '$(s)') $(if $(PROVE),--prove)
-train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1)
-	@$(RUN) train $(foreach s,$(SET),--set '$(s)') $(if $(WHEELHOUSE),--wheelhouse) $(if $(DETACH),--detach)
+train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1, COLD=1)
+	@$(RUN) train $(foreach s,$(SET),--set '$(s)') $(if $(WHEELHOUSE),--wheelhouse) $(if $(DETACH),--detach) $(if $(COLD),--cold)
 logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=50, SINCE=10m)
 	@$(RUN) logs $(if $(FOLLOW),--follow) $(if $(TAIL),--tail '$(TAIL)') $(if $(SINCE),--since '$(SINCE)') $(RUN_ID)
 status: $(VENV)/.desk ## The container's runs (JSON=1)
@@ -61,6 +61,11 @@ fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=runs)
 	@$(RUN) fetch $(if $(TO),--to '$(TO)') $(RUN_ID)
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(JSON),--json)
+
+cache: $(VENV)/.desk ## Compile caches (ACTION=list|show|verify|prune, FINGERPRINT=, APPLY=1)
+	@$(RUN) cache $(or $(ACTION),list) $(if $(APPLY),--apply) $(if $(JSON),--json) $(FINGERPRINT)
+race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)
+	@$(VENV)/bin/python -m payload.compile.race $(if $(GUARD),--guard '$(GUARD)') $(if $(JSON),--json)
 
 .PHONY: test test-slow test-gpu lint types check
 test: $(VENV)/.dev ## The fast tests

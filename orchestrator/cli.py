@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from orchestrator.agent import Agent
+from orchestrator.cache import list_caches, prune_caches, show_cache, show_caches, verify_cache
 from orchestrator.connection import Connection
-from orchestrator.console import Console, LogWriter
+from orchestrator.console import Console, LogWriter, StepReport, size_text
 from orchestrator.container import Container
 from orchestrator.deploy import deploy as deploy_release
 from orchestrator.errors import OrchestratorError, RemoteError, UsageError
@@ -41,6 +42,8 @@ node_app = typer.Typer(
     no_args_is_help=True, help="The embedded node: an SSH server and a pct on this machine."
 )
 app.add_typer(node_app, name="node")
+cache_app = typer.Typer(no_args_is_help=True, help="A container's compile caches.")
+app.add_typer(cache_app, name="cache")
 # `demo` and `node` import the SSH server inside their functions: it would double every other command's start.
 
 HostOption = Annotated[
@@ -69,6 +72,7 @@ WheelhouseOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
 RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run id; else the newest run.")]
+FingerprintArgument = Annotated[str, typer.Argument(metavar="FINGERPRINT", help="Its name in `cache list`.")]
 StateOption = Annotated[
     Path, typer.Option("--state", envvar="DFLASH_NODE", help="The embedded node's folder.")
 ]
@@ -99,14 +103,11 @@ def venv(
 ) -> None:
     """Build the pinned venv beside the old one, verify it, and switch to it. The compile cache stays."""
     console = Console()
-    with _container(console, host, ct, inventory) as container:
-        agent = Agent.of_release(container, _deployed(container, console))
-        with console.step("venv") as report:
-            built = build_venv(container, agent, report, wheelhouse=wheelhouse, force=force)
-            report.outcome = (
-                f"venv {built.venv}, torch {built.torch_version} (git {built.torch_git[:10]})"
-                + (" built" if built.created else " was there")
-            )
+    with _step("venv", console, host, ct, inventory) as (agent, report):
+        built = build_venv(agent.container, agent, report, wheelhouse=wheelhouse, force=force)
+        report.outcome = f"venv {built.venv}, torch {built.torch_version} (git {built.torch_git[:10]})" + (
+            " built" if built.created else " was there"
+        )
 
 
 @app.command()
@@ -146,12 +147,15 @@ def train(
     override: SetOption = None,
     wheelhouse: WheelhouseOption = False,
     detach: Annotated[bool, typer.Option("--detach", help="Start the job and return at once.")] = False,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Skip warmup: the first step compiles, and may race.")
+    ] = False,
 ) -> None:
     """Do what is missing of the steps before, start the job once, detached, and follow its log. Ctrl-C detaches."""
     console = Console()
     with _container(console, host, ct, inventory) as container:
         resolved = resolve_recipe(container.settings, recipe, override or ())
-        prepared = prepare(container, resolved, console, wheelhouse=wheelhouse)
+        prepared = prepare(container, resolved, console, wheelhouse=wheelhouse, cold=cold)
         run_id = start_job(container, prepared, resolved, console)
         if detach:
             console.line(_attach_hint(container, run_id))
@@ -250,13 +254,79 @@ def probe(
 ) -> None:
     """Show what the container, its torch and its flex_attention really are."""
     console = Console()
-    with _container(console, host, ct, inventory) as container, console.step("probe") as report:
-        found = probe_container(Agent.of_release(container, _deployed(container, console)), report)
-        report.outcome = str(container)
+    with _step("probe", console, host, ct, inventory) as (agent, report):
+        found = probe_container(agent, report)
+        report.outcome = str(agent.container)
     if as_json:
         console.json(found)
     else:
         show_probe(console, found)
+
+
+@cache_app.command("list")
+def cache_list(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the container's compile caches: size, state, and the runs that pin them."""
+    console = Console()
+    with _step("cache", console, host, ct, inventory) as (agent, report):
+        caches = list_caches(agent, report)
+        report.outcome = f"{len(caches)} on {agent.container}"
+    if as_json:
+        console.json(caches)
+    else:
+        show_caches(console, caches)
+
+
+@cache_app.command("show")
+def cache_show(
+    fingerprint: FingerprintArgument,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+) -> None:
+    """Show one cache as JSON: the facts behind its name, its programs, its portable artifact."""
+    console = Console()
+    with _step("cache", console, host, ct, inventory) as (agent, report):
+        found = show_cache(agent, fingerprint, report)
+        report.outcome = fingerprint
+    console.json(found)
+
+
+@cache_app.command("verify")
+def cache_verify(
+    fingerprint: FingerprintArgument,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+) -> None:
+    """Check every file of a cache against its manifest; a damaged one is an error."""
+    console = Console()
+    with _step("cache", console, host, ct, inventory) as (agent, report):
+        if wrong := verify_cache(agent, fingerprint, report):
+            raise RemoteError(
+                f"the compile cache {fingerprint} is damaged: {wrong[0]} ({len(wrong)} in all).",
+                "`warmup` refuses it and builds it anew.",
+            )
+        report.outcome = f"{fingerprint} is whole"
+
+
+@cache_app.command("prune")
+def cache_prune(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    apply: Annotated[bool, typer.Option("--apply", help="Remove them; else they are only named.")] = False,
+) -> None:
+    """Remove the caches that no run pins and no warm-up is filling."""
+    console = Console()
+    with _step("cache", console, host, ct, inventory) as (agent, report):
+        pruned = prune_caches(agent, report, apply=apply)
+        names = ", ".join(pruned["removed"]) or "none"
+        report.outcome = f"{'removed' if apply else 'would remove'}: {names} ({size_text(pruned['bytes'])})"
 
 
 @app.command()
@@ -327,6 +397,17 @@ def _container(console: Console, host: str | None, ct: str | None, inventory: Pa
             f"Look: make status {destination.make_arguments}"
         )
         raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def _step(
+    name: str, console: Console, host: str | None, ct: str | None, inventory: Path
+) -> Iterator[tuple[Agent, StepReport]]:
+    """A step on a container that has the desk's release: its agent, and the line to report on."""
+    with _container(console, host, ct, inventory) as container:
+        agent = Agent.of_release(container, _deployed(container, console))
+        with console.step(name) as report:
+            yield agent, report
 
 
 def _deployed(container: Container, console: Console) -> str:

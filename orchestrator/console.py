@@ -31,6 +31,18 @@ def safe(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def size_text(count: int | None) -> str:
+    """A number of bytes for a person; nothing for None."""
+    if count is None:
+        return ""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
 class StepReport:
     """One step's line: what it is doing now, and at the end what came of it."""
 

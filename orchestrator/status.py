@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from orchestrator.agent import Agent
-from orchestrator.console import Console, StepReport
+from orchestrator.console import Console, StepReport, size_text
 from orchestrator.errors import UsageError
 
 ACTIVE_STATES = ("starting", "running", "stopping")
@@ -50,7 +50,7 @@ def show_status(console: Console, found: dict[str, Any]) -> None:
                 metrics.get("step"),
                 _number(metrics.get("loss")),
                 _number(metrics.get("tokens_per_s"), 0),
-                _size(run.get("log_bytes")),
+                size_text(run.get("log_bytes")),
                 "" if run.get("exit_code") is None else run["exit_code"],
             )
         )
@@ -64,7 +64,9 @@ def show_status(console: Console, found: dict[str, Any]) -> None:
             )
     caches = found.get("caches") or []
     if caches:
-        console.table(("compile cache", "size"), [(cache["name"], _size(cache["bytes"])) for cache in caches])
+        console.table(
+            ("compile cache", "size"), [(cache["name"], size_text(cache["bytes"])) for cache in caches]
+        )
     gpus = found.get("gpus") or []
     if gpus:
         console.table(tuple(gpus[0]), [tuple(gpu.values()) for gpu in gpus])
@@ -86,14 +88,3 @@ def _age(started: float | None, ended: float | None) -> str:
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return ""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -30,12 +30,16 @@ class Prepared:
     agent: Agent
     release: str
     venv: str
-    warmed: Warmed
+    warmed: Warmed | None
+    """None for a cold start: the first step compiles."""
 
 
-def prepare(container: Container, recipe: Recipe, console: Console, *, wheelhouse: bool = False) -> Prepared:
+def prepare(
+    container: Container, recipe: Recipe, console: Console, *, wheelhouse: bool = False, cold: bool = False
+) -> Prepared:
     """Do what is missing of the steps before training. What is there already costs a question each.
 
+    ``cold`` leaves warmup out.
     Raises :class:`RefusedError` when a job runs in the container, before anything but the release is touched.
     """
     with console.step("deploy") as report:
@@ -48,6 +52,8 @@ def prepare(container: Container, recipe: Recipe, console: Console, *, wheelhous
         report.outcome = f"venv {built.venv}, torch {built.torch_version}" + (
             " built" if built.created else " was there"
         )
+    if cold:
+        return Prepared(agent, deployed.release, built.venv, None)
     with console.step("warmup") as report:
         warmed = warm_up(agent, report, release=deployed.release, venv=built.venv, recipe=recipe)
         report.outcome = str(warmed)
@@ -62,17 +68,25 @@ def start_job(container: Container, prepared: Prepared, recipe: Recipe, console:
     job is running already.
     """
     run_id = new_run_id()
+    cache = prepared.warmed.cache if prepared.warmed else None
+    gpus = ",".join(str(gpu) for gpu in job_gpus(container.settings))
+    environment = {
+        # torchrun's own default for several ranks, said here so that it need not warn of it.
+        "OMP_NUM_THREADS": "1",
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+        **container.settings.env,
+    }
     spec: dict[str, Any] = {
         "run_id": run_id,
         "release": prepared.release,
         "venv": prepared.venv,
-        "cache": prepared.warmed.cache,
+        "cache": cache,
         "recipe": recipe.to_dict(),
-        "gpus": job_gpus(container.settings),
         "nproc": recipe.topology.world_size,
-        "command": torchrun_command(container.settings.root, run_id, recipe.topology.world_size),
-        # torchrun's own default for several ranks, said here so that it need not warn of it.
-        "env": {"OMP_NUM_THREADS": "1"} | container.settings.env,
+        "command": torchrun_command(
+            container.settings.root, run_id, recipe.topology.world_size, cold=prepared.warmed is None
+        ),
+        "env": environment,
         "created_at": time.time(),
     }
     destination = container.destination
@@ -84,7 +98,7 @@ def start_job(container: Container, prepared: Prepared, recipe: Recipe, console:
             recipe=recipe.name,
             release=prepared.release,
             venv=prepared.venv,
-            cache=prepared.warmed.cache,
+            cache=cache,
             asked_at=spec["created_at"],
         )
     )
@@ -125,9 +139,10 @@ def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepR
         ) from error
 
 
-def torchrun_command(root: str, run_id: str, world_size: int) -> list[str]:
+def torchrun_command(root: str, run_id: str, world_size: int, *, cold: bool = False) -> list[str]:
     """The job's arguments after the venv's python: one process per GPU under torchrun."""
     return [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)),
         *("-m", "payload.trainer", "--spec", f"{root}/runs/{run_id}/spec.json"),
+        *(["--cold-ok"] if cold else []),
     ]

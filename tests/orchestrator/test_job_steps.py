@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +27,7 @@ from orchestrator.deploy import PAYLOAD, deploy
 from orchestrator.errors import RefusedError, RemoteError, TransportError, UsageError
 from orchestrator.fetch import fetch
 from orchestrator.inventory import Destination
+from orchestrator.localnode.node import NodeInfo
 from orchestrator.logs import show_logs
 from orchestrator.records import load_record, new_run_id
 from orchestrator.status import newest_run, status, stop
@@ -312,7 +317,7 @@ def test_a_start_whose_answer_was_lost_is_asked_again_and_starts_once(
 
     monkeypatch.setattr(Agent, "call", lose_the_first_answer)
     prepared = Prepared(agent, tree_hash(PAYLOAD), VENV, Warmed("unnamed", False, 0.0, 0, 0, ""))
-    monkeypatch.setattr("orchestrator.train.torchrun_command", lambda *_: ["-c", "print('once')"])
+    monkeypatch.setattr("orchestrator.train.torchrun_command", lambda *_, **__: ["-c", "print('once')"])
     run_id = start_job(container, prepared, load_recipe("tiny-cpu"), QUIET)
     assert calls == ["start", "start"]
     seen = bytearray()
@@ -331,3 +336,36 @@ def test_training_is_refused_before_anything_is_built_while_a_job_runs(
         prepare(container, load_recipe("tiny-cpu"), QUIET)
     assert f"make logs FOLLOW=1 RUN_ID={run_id} HOST=local CT=200" in raised.value.hint
     end(agent, run_id)
+
+
+def test_ctrl_c_while_following_leaves_the_job_running_and_says_how_to_attach(
+    agent: Agent, local_node: NodeInfo, tmp_path: Path
+) -> None:
+    run_id = start(agent, "import time\nfor n in range(600): print('line', n); time.sleep(.1)")
+    follower = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "orchestrator.cli",
+            "logs",
+            run_id,
+            "--follow",
+            "--host",
+            "local",
+            "--ct",
+            "200",
+        ],
+        env={**os.environ, "DFLASH_INVENTORY": str(local_node.inventory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout is not None
+    assert follower.stdout.readline() == "line 0\n"
+    follower.send_signal(signal.SIGINT)
+    _, words = follower.communicate(timeout=20)
+    assert follower.returncode == 130
+    assert "the job goes on" in words
+    assert f"make logs FOLLOW=1 RUN_ID={run_id} HOST=local CT=200" in words
+    assert "Traceback" not in words
+    assert status(agent, run_id)["runs"][0]["state"] == "running"
