@@ -98,6 +98,9 @@ def lazy_backward(setting: Setting) -> str:
 
     On a GPU all backward passes run in the device's one autograd thread. If that thread must compile, it waits for
     the lock that the other thread holds, which, tracing flex_attention's joint graph, waits for the autograd thread.
+
+    A CUDA build of torch 2.11 on a machine without a GPU dies here, guarded or not: each compilation swaps the device
+    guard that a running backward pass uses (``FakeTensorMode.__enter__``). CPU builds and GPU machines do not.
     """
     from torch._dynamo import convert_frame
 

@@ -5,10 +5,12 @@
 - ``recipe``: the resolved recipe (``Recipe.to_dict()``);
 - ``device``: ``cuda`` or ``cpu``; missing takes the GPU when there is one;
 - ``artifact``: path of a portable artifact to warm from instead of compiling;
-- ``prove``: run the proof again although the cache is warm already.
+- ``prove``: run the proof again although the cache is warm already;
+- ``check``: compile nothing; tell whether the cache is warm.
 
-The result: ``{"compiled", "reason", "fingerprint", "seconds", "hits", "misses", "programs", "artifact",
-"attention", "source"}``; ``source`` tells how the cache came to be warm: ``compiled``, ``artifact`` or ``reused``.
+The result: ``{"compiled", "warm", "reason", "fingerprint", "seconds", "hits", "misses", "programs", "artifact",
+"attention", "source"}``; ``source`` tells how the cache came to be warm: ``compiled``, ``artifact`` or ``reused``. For
+a cache that ``check`` finds cold: ``{"compiled": true, "warm": false, "reason", "fingerprint"}``.
 """
 
 from __future__ import annotations
@@ -87,10 +89,18 @@ def warm_up(request: Request, events: Events) -> dict[str, Any]:
     layout = Layout.at(request.root)
     with hold(layout, lock_name(facts.fingerprint), "warmup", request.get("holder", str) or ""):
         began = time.monotonic()
+        if request.get("check", bool) and not _is_warm(request.root, job, events):
+            return {
+                "compiled": True,
+                "warm": False,
+                "reason": decision.reason,
+                "fingerprint": facts.fingerprint,
+            }
         manifest, source = _warm(request, job, events)
         seconds = time.monotonic() - began
     return {
         "compiled": True,
+        "warm": True,
         "reason": decision.reason,
         "fingerprint": facts.fingerprint,
         "seconds": seconds,
@@ -101,6 +111,12 @@ def warm_up(request: Request, events: Events) -> dict[str, Any]:
         "attention": manifest.attention,
         "source": source,
     }
+
+
+def _is_warm(root: str, job: Job, events: Events) -> bool:
+    """Whether a sound cache holds a program of every role."""
+    known = _sound_manifest(root, job, events)
+    return known is not None and set(job.roles) <= {program.role for program in known.programs}
 
 
 def _warm(request: Request, job: Job, events: Events) -> tuple[Manifest, str]:
