@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orchestrator.agent import Agent
 from orchestrator.console import StepReport
+from orchestrator.container import file_sha256
+from orchestrator.wheelhouse import cache_folder
 from payload.recipe import Recipe
 
 COMPILE_IDLE_TIMEOUT_S = 1800.0
@@ -22,11 +26,14 @@ class Warmed:
     hits: int
     misses: int
     reason: str
+    source: str = ""
+    """``compiled``, ``artifact`` (sent from the desk) or ``reused``."""
 
     def __str__(self) -> str:
         if not self.compiled:
             return f"nothing to compile: {self.reason}"
-        return f"cache {self.cache}, {self.seconds:.1f} s, {self.hits} hits, {self.misses} misses"
+        how = {"artifact": "from the desk's artifact", "reused": "was warm"}.get(self.source, self.source)
+        return f"cache {self.cache} {how}, {self.seconds:.1f} s, {self.hits} hits, {self.misses} misses"
 
 
 def warm_up(
@@ -34,13 +41,23 @@ def warm_up(
 ) -> Warmed:
     """Fill the cache for ``recipe`` with this release and venv, unless it is warm already.
 
-    ``prove`` runs a second process that must find everything in the cache, also when it was warm. Raises
+    A cold container first gets the portable artifact of an earlier warmup of the same fingerprint, if this desk has
+    one, and compiles only without it; the artifact of what was compiled comes home. ``prove`` runs a second process
+    that must find everything in the cache, also when it was warm. Raises
     :class:`orchestrator.errors.OrchestratorError` in the compiler's own words.
     """
+    request: dict[str, Any] = {"recipe": recipe.to_dict(), "prove": prove}
+
+    def ask(**more: object) -> dict[str, Any]:
+        return call_module(agent, "payload.compile.warmup", {**request, **more}, release, venv, report)
+
     report.update("looking at the compile cache")
-    result = call_module(
-        agent, "payload.compile.warmup", {"recipe": recipe.to_dict(), "prove": prove}, release, venv, report
-    )
+    result = ask(check=True)
+    if result["compiled"] and not result["warm"]:
+        kept = kept_artifact(str(result["fingerprint"]))
+        result = ask(artifact=_send_artifact(agent, kept, report)) if kept.is_file() else ask()
+    if result["compiled"]:
+        _bring_artifact_home(agent, result, report)
     return Warmed(
         cache=result["fingerprint"],
         compiled=bool(result["compiled"]),
@@ -48,6 +65,35 @@ def warm_up(
         hits=int(result.get("hits", 0)),
         misses=int(result.get("misses", 0)),
         reason=str(result.get("reason", "")),
+        source=str(result.get("source", "")),
+    )
+
+
+def kept_artifact(fingerprint: str) -> Path:
+    """Where this desk keeps the portable artifact of a compile cache."""
+    return cache_folder() / "artifacts" / f"{fingerprint}.bin"
+
+
+def _send_artifact(agent: Agent, artifact: Path, report: StepReport) -> str:
+    path = f"{agent.container.settings.root}/incoming/artifact-{artifact.name}"
+    agent.container.upload(
+        artifact,
+        path,
+        on_progress=lambda done, total: report.update("sending the compiled artifact", done, total),
+    )
+    return path
+
+
+def _bring_artifact_home(agent: Agent, result: Mapping[str, Any], report: StepReport) -> None:
+    artifact, home = result["artifact"], kept_artifact(str(result["fingerprint"]))
+    if home.is_file() and file_sha256(home) == artifact["sha256"]:
+        return
+    agent.container.download(
+        f"{agent.container.settings.root}/cache/{result['fingerprint']}/{PurePosixPath(artifact['path']).name}",
+        home,
+        size=int(artifact["bytes"]),
+        sha256=str(artifact["sha256"]),
+        on_progress=lambda done, total: report.update("bringing the compiled artifact home", done, total),
     )
 
 

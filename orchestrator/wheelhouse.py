@@ -77,7 +77,7 @@ def download_uv(platform: Platform, report: StepReport) -> Path:
     """A uv binary that runs on ``platform``: the desk's own, or that of the wheel for another machine."""
     if platform.is_the_desks:
         return Path(uv.find_uv_bin())
-    folder = _cache_folder() / f"uv-{uv_version()}-{platform.machine}"
+    folder = cache_folder() / f"uv-{uv_version()}-{platform.machine}"
     binary = folder / "uv"
     if binary.exists():
         return binary
@@ -106,7 +106,7 @@ def download_wheels(
     """
     report.update("resolving the wheels for the container")
     locked = resolve_wheels(settings.torch, settings.index, platform, requirements)
-    folder = _cache_folder() / "wheels" / f"{platform.uv_name}-{platform.python_minor}"
+    folder = cache_folder() / "wheels" / f"{platform.uv_name}-{platform.python_minor}"
     folder.mkdir(parents=True, exist_ok=True)
     missing = [wheel for wheel in locked if not _has(folder, wheel)]
     for number, wheel in enumerate(missing):
@@ -262,7 +262,8 @@ def _has(folder: Path, wheel: LockedWheel) -> bool:
     return path.is_file() and file_sha256(path) == wheel.sha256
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where the desk keeps what it can fetch or make again: wheels, uv for other machines, compiled artifacts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash"
 
 
