@@ -176,7 +176,10 @@ class Destination(_Section):
     @property
     def make_arguments(self) -> str:
         """What to add to a make target to mean this container, for the commands that messages suggest."""
-        inventory = "" if self.inventory == DEFAULT_INVENTORY else f" INVENTORY={self.inventory}"
+        path = self.inventory
+        if path.is_absolute() and path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        inventory = "" if path == DEFAULT_INVENTORY else f" INVENTORY={path}"
         return f"HOST={self.host_name} CT={self.container_id}{inventory}"
 
     def __str__(self) -> str:
