@@ -74,9 +74,18 @@ def make_venv(folder: Path) -> Path:
 
 
 def pip(python: Path, arguments: list[str]) -> None:
-    """Run the venv's pip quietly. Raises CalledProcessError; pip has said why on standard error."""
+    """Run the venv's pip, errors only. Raises CalledProcessError; pip has said why on standard error."""
     subprocess.run(
-        [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments],
+        [
+            str(python),
+            "-m",
+            "pip",
+            "--quiet",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-input",
+            *arguments,
+        ],
         check=True,
     )
 
