@@ -18,6 +18,7 @@ RUN_ID := $(call given,RUN_ID)
 
 .PHONY: help
 help: ## Show the targets
+	@echo 'usage: make TARGET HOST=<host> CT=<container id> [INVENTORY=<file>] [NAME=value ...]'; echo
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
 
 $(VENV)/.desk: requirements/desk.txt orchestrator/bootstrap.py pyproject.toml
@@ -49,20 +50,20 @@ venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk
 	@$(RUN) venv $(if $(WHEELHOUSE),--wheelhouse) $(if $(FORCE),--force)
 warmup: $(VENV)/.desk ## Compile what training will call (PROVE=1: a second process must miss nothing)
 	@$(RUN) warmup $(foreach s,$(SET),--set '$(s)') $(if $(PROVE),--prove)
-train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1, COLD=1)
-	@$(RUN) train $(foreach s,$(SET),--set '$(s)') $(if $(WHEELHOUSE),--wheelhouse) $(if $(DETACH),--detach) $(if $(COLD),--cold)
-logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=50, SINCE=10m)
+train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1, RESUME=, COLD=1)
+	@$(RUN) train $(foreach s,$(SET),--set '$(s)') $(if $(WHEELHOUSE),--wheelhouse) $(if $(DETACH),--detach) $(if $(COLD),--cold) $(if $(RESUME),--resume '$(RESUME)')
+logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=<lines>, SINCE=10m)
 	@$(RUN) logs $(if $(FOLLOW),--follow) $(if $(TAIL),--tail '$(TAIL)') $(if $(SINCE),--since '$(SINCE)') $(RUN_ID)
 status: $(VENV)/.desk ## The container's runs (JSON=1)
 	@$(RUN) status $(if $(JSON),--json) $(RUN_ID)
-stop: $(VENV)/.desk ## End a run for good (RUN_ID=, GRACE=30)
+stop: $(VENV)/.desk ## End a run for good (RUN_ID=, GRACE=<seconds>)
 	@$(RUN) stop $(if $(GRACE),--grace '$(GRACE)') $(RUN_ID)
-fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=runs)
+fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=<folder>)
 	@$(RUN) fetch $(if $(TO),--to '$(TO)') $(RUN_ID)
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(JSON),--json)
 
-cache: $(VENV)/.desk ## Compile caches (ACTION=list|show|verify|prune, FINGERPRINT=, APPLY=1)
+cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FINGERPRINT=, APPLY=1)
 	@$(RUN) cache $(or $(ACTION),list) $(if $(APPLY),--apply) $(if $(JSON),--json) $(FINGERPRINT)
 race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)
 	@$(VENV)/bin/python -m payload.compile.race $(if $(GUARD),--guard '$(GUARD)') $(if $(JSON),--json)

@@ -25,6 +25,7 @@ from orchestrator.logs import LogEnd, show_logs
 from orchestrator.probe import probe as probe_container
 from orchestrator.probe import show_probe
 from orchestrator.recipes import resolve_recipe
+from orchestrator.records import RUN_ID
 from orchestrator.status import newest_run, show_status
 from orchestrator.status import status as container_status
 from orchestrator.status import stop as stop_run
@@ -146,6 +147,10 @@ def train(
     recipe: RecipeOption = None,
     override: SetOption = None,
     wheelhouse: WheelhouseOption = False,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="RUN", help="Go on from the newest checkpoint of that run."),
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Start the job and return at once.")] = False,
     cold: Annotated[
         bool, typer.Option("--cold", help="Skip warmup: the first step compiles, and may race.")
@@ -155,8 +160,10 @@ def train(
     console = Console()
     with _container(console, host, ct, inventory) as container:
         resolved = resolve_recipe(container.settings, recipe, override or ())
+        if resume is not None and not RUN_ID.fullmatch(resume):
+            raise UsageError(f"--resume {resume}: not a run id.", "`status` lists the runs of a container.")
         prepared = prepare(container, resolved, console, wheelhouse=wheelhouse, cold=cold)
-        run_id = start_job(container, prepared, resolved, console)
+        run_id = start_job(container, prepared, resolved, console, resume=resume)
         if detach:
             console.line(_attach_hint(container, run_id))
             return
@@ -439,7 +446,7 @@ def _follow(
             notify=lambda text: console.line(f"  {text}"),
         )
     except KeyboardInterrupt:
-        console.line(f"\ndetached: the job goes on. {_attach_hint(container, run_id)}")
+        console.line(f"\ndetached: the job goes on.\n{_attach_hint(container, run_id or newest_run(agent))}")
         raise typer.Exit(130) from None
     place = container.destination.make_arguments
     if end.state == "finished":
@@ -448,15 +455,26 @@ def _follow(
         )
         return
     raise RemoteError(
-        f"run {end.run_id} on {container.destination} is {end.state}.",
+        f"run {end.run_id} on {container.destination} {_END_WORDS.get(end.state, f'is {end.state}')}"
+        f"{_reason(agent, end.run_id)}.",
         f"Its log's end: make logs RUN_ID={end.run_id} TAIL=50 {place}",
     )
+
+
+_END_WORDS = {"failed": "failed", "stopped": "was stopped", "lost": "was lost"}
+
+
+def _reason(agent: Agent, run_id: str) -> str:
+    """Why a run ended as it did, as far as its metrics and its supervisor say."""
+    [run] = container_status(agent, run_id)["runs"]
+    reason = (run.get("last_metrics") or {}).get("verdict") or run.get("reason")
+    return f": {reason}" if reason and run["state"] == "failed" else ""
 
 
 def _attach_hint(container: Container, run_id: str | None) -> str:
     run = f"RUN_ID={run_id} " if run_id else ""
     place = container.destination.make_arguments
-    return f"Attach: make logs FOLLOW=1 {run}{place}   End it: make stop {run}{place}"
+    return f"Attach: make logs FOLLOW=1 {run}{place}\nEnd it: make stop {run}{place}"
 
 
 def _log_writer() -> LogWriter:

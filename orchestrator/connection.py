@@ -246,7 +246,8 @@ class Connection:
             raise TransportError(
                 f"{self.name}: the host key of {error.hostname} has CHANGED: it now offers "
                 f"{error.key.get_name()} {fingerprint(error.key)}, known_hosts says {fingerprint(error.expected_key)}.",
-                f"Another machine may be answering. When you know why it changed: {_forget_command(error, settings)}",
+                "Another machine may be answering. When you know why it changed: "
+                f"{_forget_command(error, settings, connection.port)}",
             ) from None
         except (paramiko.AuthenticationException, paramiko.PasswordRequiredException, AuthFailure) as error:
             raise TransportError(
@@ -343,9 +344,11 @@ def _trust_only_known_hosts(client: paramiko.SSHClient, known_hosts: str | None)
         raise UsageError(f"known_hosts file {path} cannot be read: {error.strerror}.") from None
 
 
-def _forget_command(error: paramiko.BadHostKeyException, settings: HostSettings) -> str:
+def _forget_command(error: paramiko.BadHostKeyException, settings: HostSettings, port: int) -> str:
+    """known_hosts names a host with another port than 22 in brackets."""
+    name = error.hostname if port == 22 or error.hostname.startswith("[") else f"[{error.hostname}]:{port}"
     file = f" -f {settings.known_hosts}" if settings.known_hosts else ""
-    return f"ssh-keygen{file} -R '{error.hostname}'"
+    return f"ssh-keygen{file} -R '{name}'"
 
 
 def _reason(error: BaseException) -> str:

@@ -101,11 +101,11 @@ def read_learned(metrics: Path) -> Learned:
 def show_learned(console: Console, learned: Learned) -> None:
     console.out.print()
     console.table(
-        ("held-out, by real speculative decoding", "before", "after"),
+        ("", "before", "after"),
         [
-            ("loss", f"{learned.first_loss:.3f}", f"{learned.last_loss:.3f}"),
+            ("training loss", f"{learned.first_loss:.3f}", f"{learned.last_loss:.3f}"),
             (
-                "accepted length (tokens per target forward)",
+                "held-out accepted length (tokens per target forward, by real speculative decoding)",
                 f"{learned.accepted_before:.2f}",
                 f"{learned.accepted_after:.2f}",
             ),

@@ -28,6 +28,21 @@ DEFAULT_CONTAINER_PATH = (
 )
 
 
+_REASONS = {
+    "extra_forbidden": "there is no such key",
+    "int_parsing": "a whole number is needed",
+    "int_type": "a whole number is needed",
+    "float_parsing": "a number is needed",
+    "bool_parsing": "true or false is needed",
+    "string_type": "text is needed (quote it)",
+    "dict_type": "a mapping is needed",
+    "model_type": "a mapping is needed",
+    "greater_than": "the number is too small",
+    "greater_than_equal": "the number is too small",
+}
+"""Pydantic's commonest faults in this file's words."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -221,7 +236,7 @@ def load_inventory(path: Path) -> Inventory:
         first = error.errors(include_url=False)[0]
         location = tuple(str(part) for part in first["loc"])
         where = ".".join(location) or "inventory"
-        reason = first["msg"].removeprefix("Value error, ")
+        reason = _REASONS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
         raise UsageError(f"{path}:{_line_of(location, lines)}: {where}: {reason}.") from None
 
 

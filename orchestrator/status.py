@@ -59,7 +59,7 @@ def show_status(console: Console, found: dict[str, Any]) -> None:
         if run["state"] == "lost":
             console.line(
                 f"run {run['run_id']} is lost: its supervisor is gone without a word, most likely because the "
-                "container was restarted. Its checkpoints are whole; `train` starts a new run.",
+                f"container was restarted. If it has a checkpoint, train RESUME={run['run_id']} goes on from it.",
                 "yellow",
             )
     caches = found.get("caches") or []

@@ -60,8 +60,13 @@ def prepare(
     return Prepared(agent, deployed.release, built.venv, warmed)
 
 
-def start_job(container: Container, prepared: Prepared, recipe: Recipe, console: Console) -> str:
+def start_job(
+    container: Container, prepared: Prepared, recipe: Recipe, console: Console, *, resume: str | None = None
+) -> str:
     """Start the job and return its run id.
+
+    ``resume`` is an earlier run of the same recipe and data in the same container, whose newest whole checkpoint the
+    new run goes on from.
 
     The run id goes into the desk's records before anything is asked of the container, and the agent starts an id
     at most once: asking again after a broken link is safe. Raises :class:`orchestrator.errors.RefusedError` when a
@@ -88,6 +93,7 @@ def start_job(container: Container, prepared: Prepared, recipe: Recipe, console:
         ),
         "env": environment,
         "created_at": time.time(),
+        "resume_from": f"../{resume}" if resume else None,
     }
     destination = container.destination
     save_record(
@@ -115,7 +121,8 @@ def refuse_while_a_job_runs(agent: Agent) -> None:
             place = agent.container.destination.make_arguments
             raise RefusedError(
                 f"run {run['run_id']} is {run['state']} on {agent.container}: one job at a time.",
-                f"Follow it: make logs FOLLOW=1 RUN_ID={run['run_id']} {place}   End it: make stop {place}",
+                f"Follow it: make logs FOLLOW=1 RUN_ID={run['run_id']} {place}\n"
+                f"End it: make stop RUN_ID={run['run_id']} {place}",
             )
 
 

@@ -32,8 +32,11 @@ class Warmed:
     def __str__(self) -> str:
         if not self.compiled:
             return f"nothing to compile: {self.reason}"
-        how = {"artifact": "from the desk's artifact", "reused": "was warm"}.get(self.source, self.source)
-        return f"cache {self.cache} {how}, {self.seconds:.1f} s, {self.hits} hits, {self.misses} misses"
+        how = {
+            "compiled": f"compiled in {self.seconds:.0f} s",
+            "artifact": f"filled from the desk's artifact in {self.seconds:.0f} s",
+        }.get(self.source, "was warm")
+        return f"cache {self.cache} {how}; a second process found {self.hits} hits, {self.misses} misses"
 
 
 def warm_up(

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import urllib.parse
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import uv
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import parse_wheel_filename
 
 from orchestrator.console import StepReport
 from orchestrator.container import Container, file_sha256
@@ -54,6 +57,16 @@ class Platform:
         legacy = ("manylinux2014", "manylinux2010", "manylinux1")
         return [f"manylinux_2_{minor}_{self.machine}" for minor in minors] + [
             f"{name}_{self.machine}" for name in legacy
+        ]
+
+    @property
+    def supported(self) -> list[Tag]:
+        """Every wheel tag that this Python takes here, best first."""
+        python = (int(self.python.split(".")[0]), int(self.python.split(".")[1]))
+        interpreter = f"cp{python[0]}{python[1]}"
+        return [
+            *cpython_tags(python, platforms=self.wheel_tags),
+            *compatible_tags(python, interpreter, self.wheel_tags),
         ]
 
     @property
@@ -168,7 +181,8 @@ def resolve_wheels(
             "Correct torch: or index: in the inventory.",
         )
     locked = tomllib.loads(done.stdout)
-    return [_locked_wheel(package) for package in locked["packages"]]
+    ranks = {tag: rank for rank, tag in enumerate(platform.supported)}
+    return [_best_wheel(package, ranks) for package in locked["packages"]]
 
 
 def send_wheels(container: Container, wheels: Sequence[Path], report: StepReport) -> str:
@@ -211,15 +225,22 @@ def index_environment(index: IndexSettings, first_index_url: str | None = None) 
     return {key: value for key, value in values.items() if value}
 
 
-def _locked_wheel(package: Mapping[str, Any]) -> LockedWheel:
-    wheels = package.get("wheels") or []
-    if len(wheels) != 1:
+def _best_wheel(package: Mapping[str, Any], ranks: Mapping[Tag, int]) -> LockedWheel:
+    """Of the wheels that uv lists for a package, the one that an installer would take: the lowest rank."""
+    fitting = []
+    for wheel in package.get("wheels") or []:
+        url = str(wheel.get("url") or Path(wheel["path"]).resolve().as_uri())
+        name = urllib.parse.unquote(url.rsplit("/", 1)[1])
+        *_, tags = parse_wheel_filename(name)
+        rank = min((ranks[tag] for tag in tags if tag in ranks), default=None)
+        if rank is not None:
+            fitting.append((rank, LockedWheel(name, url, str(wheel["hashes"]["sha256"]))))
+    if not fitting:
         raise RemoteError(
             f"{package['name']} {package.get('version', '')} has no wheel for the container's platform.",
             "Pin a version that has one, or build in a container with internet.",
         )
-    url = str(wheels[0].get("url") or Path(wheels[0]["path"]).resolve().as_uri())
-    return LockedWheel(url.rsplit("/", 1)[1].replace("%2B", "+"), url, str(wheels[0]["hashes"]["sha256"]))
+    return min(fitting, key=lambda found: found[0])[1]
 
 
 def _pip_download(

@@ -10,22 +10,27 @@ from pathlib import Path
 
 
 def build_wheel(
-    folder: Path, name: str, version: str, files: Mapping[str, str], requires: Sequence[str] = ()
+    folder: Path,
+    name: str,
+    version: str,
+    files: Mapping[str, str],
+    requires: Sequence[str] = (),
+    tag: str = "py3-none-any",
 ) -> Path:
-    """A pure-Python wheel of ``files`` (path -> text) in ``folder``; returns its path."""
+    """A wheel of ``files`` (path -> text) in ``folder``; returns its path."""
     info = f"{name}-{version}.dist-info"
     metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
     metadata += [f"Requires-Dist: {requirement}" for requirement in requires]
     content = {
         **files,
         f"{info}/METADATA": "\n".join(metadata) + "\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: {tag}\n",
     }
     record = "".join(
         f"{path},sha256={_digest(text)},{len(text.encode())}\n" for path, text in content.items()
     )
     folder.mkdir(parents=True, exist_ok=True)
-    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    wheel = folder / f"{name}-{version}-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path, text in content.items():
             archive.writestr(path, text)

@@ -142,13 +142,18 @@ class Ended:
     left: List[ProcessId]
 
 
-def end(find: Callable[[], Iterable[ProcessId]], grace_s: float) -> Ended:
-    """End every process that ``find`` returns: TERM, ``grace_s`` seconds, then KILL until none is found."""
+def end(find: Callable[[], Iterable[ProcessId]], grace_s: float, leader: Optional[int] = None) -> Ended:
+    """End every process that ``find`` returns: TERM, ``grace_s`` seconds, then KILL until none is found.
+
+    As long as ``leader`` (a pid) is among them, only it gets the TERM: torchrun passes it on to its ranks, which end
+    in order, and a compiler that one of them waits for is not shot from under it.
+    """
     seen: Set[ProcessId] = set()
     deadline = time.monotonic() + grace_s
     while True:
         left = list(find())
-        for process in left:
+        leads = [process for process in left if process.pid == leader]
+        for process in leads or left:
             # Each once: a second TERM makes some programs abandon their own orderly end.
             if process not in seen:
                 seen.add(process)

@@ -143,7 +143,7 @@ def _watch(layout: Layout, run_id: str, job_pid: int, wakeup: _Wakeup) -> tuple[
             return ended[job_pid], killed
         if wakeup.stop_asked and not stopping:
             stopping = True
-            killed = len(end(lambda: descendants(os.getpid()), _grace_s(layout, run_id)).seen)
+            killed = len(end(lambda: descendants(os.getpid()), _grace_s(layout, run_id), leader=job_pid).seen)
             continue
         wakeup.wait()
 

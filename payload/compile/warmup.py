@@ -230,7 +230,7 @@ def _run_all(
     """Run each role's program in a process of its own; with ``saved``, put their artifacts there."""
     reports: dict[Role, WorkReport] = {}
     for done, role in enumerate(roles):
-        events.progress(f"{doing} the {role}'s step", done=done, total=len(roles))
+        events.progress(f"{doing} the step of role {role}", done=done, total=len(roles))
         with tempfile.TemporaryDirectory(prefix="warmup-") as folder:
             load, save = Path(folder, "load.bin"), Path(folder, "save.bin")
             if blobs and role in blobs:
@@ -265,19 +265,21 @@ def run_worker(request: WorkRequest, environment: Mapping[str, str], folder: Pat
         )
     except subprocess.TimeoutExpired:
         raise PayloadError(
-            f"the {request.role}'s step did not end within {PROGRAM_TIMEOUT_S:.0f} s of warm-up",
+            f"the step of role {request.role} did not end within {PROGRAM_TIMEOUT_S:.0f} s of warm-up",
             "python -m payload.compile.race tells whether this torch build deadlocks when it compiles.",
         ) from None
     if not report_path.exists():
         lines = ended.stderr.decode("utf-8", "replace").splitlines()
         raise PayloadError(
-            f"the process that compiled the {request.role}'s step died with exit status {ended.returncode}",
+            f"the process that compiled the step of role {request.role} died with exit status {ended.returncode}",
             "\n".join(lines[-STDERR_TAIL_LINES:]),
         )
     answer = json.loads(report_path.read_text("utf-8"))
     if "error" in answer:
         error = answer["error"]
-        raise PayloadError(f"the {request.role}'s step: {error['message']}", error["hint"], error["kind"])
+        raise PayloadError(
+            f"the step of role {request.role}: {error['message']}", error["hint"], error["kind"]
+        )
     return WorkReport(**answer["report"])
 
 

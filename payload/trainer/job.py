@@ -314,6 +314,7 @@ def _run_drafter(run: Run, program: DrafterProgram, side: TargetSide | None, pro
             last_loss=ended.last_loss,
             accepted_before=ended.accepted_before,
             accepted_after=ended.accepted,
+            verdict=verdict,
         )
         say(verdict)
         return status

@@ -152,3 +152,28 @@ def test_a_container_without_glibc_is_refused() -> None:
     facts = {"libc": ["musl", "1.2"], "machine": "x86_64", "python": {"version": "3.12.1"}}
     with pytest.raises(RefusedError, match="glibc"):
         container_platform(facts)
+
+
+def test_of_several_wheels_that_fit_the_one_an_installer_would_take_is_chosen(
+    links: Path, tmp_path: Path
+) -> None:
+    """Packages publish one wheel for a Python, one for the stable ABI, and one without extensions."""
+    files = {"several.py": ""}
+    for tag in (
+        "py3-none-any",
+        "cp37-abi3-manylinux_2_5_x86_64.manylinux_2_28_x86_64",
+        "cp311-cp311-manylinux_2_28_x86_64",
+    ):
+        build_wheel(links, "several", "1.0", files, tag=tag)
+    (tmp_path / "requirements.txt").write_text("several==1.0\n")
+    index = IndexSettings(find_links=(str(links),), offline=True)
+
+    def chosen(platform: Platform) -> str:
+        locked = resolve_wheels(
+            TorchPin(version="2.13.0", backend=None), index, platform, tmp_path / "requirements.txt"
+        )
+        return next(wheel.name for wheel in locked if wheel.name.startswith("several"))
+
+    assert "cp311-cp311" in chosen(Platform("x86_64", (2, 36), "3.11.7"))
+    assert "abi3" in chosen(Platform("x86_64", (2, 36), "3.12.1"))
+    assert "py3-none-any" in chosen(Platform("aarch64", (2, 36), "3.12.1"))

@@ -364,3 +364,30 @@ def test_the_last_metrics_are_the_newest_of_each_kind_in_whole_lines(container: 
     container.start("r1", f"open('metrics.jsonl', 'w').write({chr(10).join(lines)!r})")
     newest = container.wait_for_state("r1", "finished")["last_metrics"]
     assert newest == {"step": 2, "loss": 2.5, "accepted_length": 3.0}
+
+
+def test_stop_asks_the_job_and_leaves_its_children_to_it(container: FakeContainer) -> None:
+    """torchrun ends its ranks in order; a TERM to everything at once shoots the compiler that a rank waits for."""
+    child = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('child was shot', flush=True))\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+        "print('child ended in order', flush=True)\n"
+    )
+    leader = (
+        "import signal, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)\n"
+        "def end(*_):\n"
+        "    time.sleep(.3); child.stdin.close(); child.wait(); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "time.sleep(60)\n"
+    )
+    container.start("r1", leader)
+    log = container.root / "runs/r1/output.log"
+    deadline = time.monotonic() + 20
+    while b"ready" not in log.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert container.result("stop", run_id="r1", grace_s=20)["state"] == "stopped"
+    assert log.read_text().splitlines() == ["ready", "child ended in order"]
