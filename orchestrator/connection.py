@@ -7,16 +7,15 @@ peer that falls silent is noticed within a deadline.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
+import logging
 import os
 import selectors
 import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +26,7 @@ import tenacity
 from invoke.exceptions import AuthFailure
 
 from orchestrator.errors import TransportError, UsageError
+from orchestrator.hostkeys import HostKeyRefused, changed_key_error, trust_only_known_hosts, unknown_key_error
 from orchestrator.inventory import HostSettings
 
 KEEPALIVE_S = 10
@@ -36,6 +36,9 @@ CONNECT_ATTEMPTS = 3
 STDOUT_LIMIT_BYTES = 64 * 1024 * 1024
 _READ_BYTES = 256 * 1024
 _POLL_S = 0.25
+
+# paramiko logs tracebacks of what is raised here in words; without a handler, Python would print them.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 BytesSink = Callable[[bytes], None]
 
@@ -216,45 +219,23 @@ class Connection:
 
     def _connect(self) -> fabric.Connection:
         settings = self.settings
-        connect_kwargs: dict[str, object] = {
-            "banner_timeout": settings.connect_timeout_s,
-            "auth_timeout": settings.connect_timeout_s,
-        }
-        if settings.identity_file:
-            key = Path(settings.identity_file).expanduser()
-            if not key.is_file():
-                raise UsageError(
-                    f"{self.name}: identity_file {key} is not there.",
-                    "Correct the inventory, or make the key.",
-                )
-            connect_kwargs |= {"key_filename": str(key), "allow_agent": False, "look_for_keys": False}
-        connection = fabric.Connection(
-            settings.address or self.name,
-            user=settings.user,
-            port=settings.port,
-            connect_timeout=settings.connect_timeout_s,
-            connect_kwargs=connect_kwargs,
-        )
-        for hop in _hops(connection):
-            _trust_only_known_hosts(hop.client, settings.known_hosts)
+        connection = self._configured()
+        trust_only_known_hosts(connection, settings.known_hosts)
         where = f"{connection.user}@{connection.host}:{connection.port}"
         try:
             connection.open()
-        except _HostKeyRefused as error:
-            raise self._host_key_error(error, connection.port) from None
+        except HostKeyRefused as error:
+            raise unknown_key_error(self.name, error, connection.port, settings.known_hosts) from None
         except paramiko.BadHostKeyException as error:
-            raise TransportError(
-                f"{self.name}: the host key of {error.hostname} has CHANGED: it now offers "
-                f"{error.key.get_name()} {fingerprint(error.key)}, known_hosts says {fingerprint(error.expected_key)}.",
-                "Another machine may be answering. When you know why it changed: "
-                f"{_forget_command(error, settings, connection.port)}",
-            ) from None
+            raise changed_key_error(self.name, error, connection.port, settings.known_hosts) from None
         except (paramiko.AuthenticationException, paramiko.PasswordRequiredException, AuthFailure) as error:
             raise TransportError(
                 f"{self.name}: {where} accepts none of your keys ({error}).",
                 f"Put your public key there (ssh-copy-id -p {connection.port} {connection.user}@{connection.host}), "
-                "or name the key with identity_file in the inventory.",
+                "or name the key with identity_file in the inventory. A key with a passphrase: ssh-add it first.",
             ) from None
+        except UnicodeError:
+            raise UsageError(f"{self.name}: {connection.host!r} is not a host's name or address.") from None
         except (paramiko.SSHException, EOFError, OSError) as error:
             with contextlib.suppress(Exception):
                 connection.close()
@@ -268,14 +249,54 @@ class Connection:
             transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_PEER_S * 1000)
         return connection
 
-    def _host_key_error(self, error: _HostKeyRefused, port: int) -> TransportError:
-        known_hosts = self.settings.known_hosts or "~/.ssh/known_hosts"
-        return TransportError(
-            f"{self.name}: the host key of {error.hostname} is not known: "
-            f"{error.key.get_name()} {fingerprint(error.key)}.",
-            "Compare it with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host's console; to accept it: "
-            f"ssh-keyscan -p {port} {error.hostname.strip('[]').split(']')[0]} >> {known_hosts}",
-        )
+    def _configured(self) -> fabric.Connection:
+        """A connection that is not open yet, by ssh_config and the inventory. Raises :class:`UsageError`."""
+        settings = self.settings
+        connect_kwargs: dict[str, object] = {
+            "banner_timeout": settings.connect_timeout_s,
+            "auth_timeout": settings.connect_timeout_s,
+        }
+        if settings.identity_file:
+            connect_kwargs |= self._only_key(Path(settings.identity_file).expanduser())
+        try:
+            # Lazy: fabric.yml files are no part of this; ssh_config is.
+            config = fabric.Config(lazy=True)
+            config.load_ssh_config()
+            return fabric.Connection(
+                settings.address or self.name,
+                user=settings.user,
+                port=settings.port,
+                config=config,
+                connect_timeout=settings.connect_timeout_s,
+                connect_kwargs=connect_kwargs,
+            )
+        except (paramiko.ConfigParseError, OSError) as error:
+            raise UsageError(f"Your ssh_config cannot be used: {error}.") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(f"Your ssh_config is not UTF-8 text: {error}.") from None
+        except ValueError as error:
+            raise UsageError(
+                f"{self.name}: the address {settings.address or self.name!r} cannot be used: {error}.",
+                "Give user and port by their own keys in the inventory.",
+            ) from None
+
+    def _only_key(self, key: Path) -> dict[str, object]:
+        """How to offer ``key`` and no other; one with a passphrase is left to the agent."""
+        try:
+            paramiko.PKey.from_path(key)
+        except paramiko.PasswordRequiredException:
+            return {"allow_agent": True, "look_for_keys": False}
+        except FileNotFoundError:
+            raise UsageError(
+                f"{self.name}: identity_file {key} is not there.", "Correct the inventory, or make the key."
+            ) from None
+        except (paramiko.SSHException, UnicodeDecodeError, ValueError, TypeError, OSError) as error:
+            if "password" in str(error).lower() or "encrypted" in str(error).lower():
+                return {"allow_agent": True, "look_for_keys": False}
+            raise UsageError(
+                f"{self.name}: identity_file {key} is no private key that can be read: {error}."
+            ) from None
+        return {"key_filename": str(key), "allow_agent": False, "look_for_keys": False}
 
 
 class _Retryable(TransportError):
@@ -288,18 +309,6 @@ class _SinkFailed(Exception):
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class _HostKeyRefused(paramiko.SSHException):
-    def __init__(self, hostname: str, key: paramiko.PKey) -> None:
-        super().__init__(f"unknown host key for {hostname}")
-        self.hostname = hostname
-        self.key = key
-
-
-class _RefuseUnknownKeys(paramiko.MissingHostKeyPolicy):
-    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        raise _HostKeyRefused(hostname, key)
 
 
 def quote(argv: Sequence[str | bytes]) -> bytes:
@@ -315,47 +324,11 @@ def quote(argv: Sequence[str | bytes]) -> bytes:
     return os.fsencode(shlex.join(words))
 
 
-def fingerprint(key: paramiko.PKey) -> str:
-    """The key's fingerprint as OpenSSH prints it."""
-    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
-    return f"SHA256:{digest}"
-
-
-def _hops(connection: fabric.Connection) -> Iterator[fabric.Connection]:
-    """The connection and every jump host before it."""
-    hop: object = connection
-    while isinstance(hop, fabric.Connection):
-        yield hop
-        hop = hop.gateway
-
-
-def _trust_only_known_hosts(client: paramiko.SSHClient, known_hosts: str | None) -> None:
-    """Fabric sets AutoAddPolicy and reads no known_hosts: undo both."""
-    client.set_missing_host_key_policy(_RefuseUnknownKeys())
-    if known_hosts is None:
-        client.load_system_host_keys()
-        with contextlib.suppress(OSError):
-            client.load_system_host_keys("/etc/ssh/ssh_known_hosts")
-        return
-    path = Path(known_hosts).expanduser()
-    try:
-        client.load_system_host_keys(str(path))
-    except OSError as error:
-        raise UsageError(f"known_hosts file {path} cannot be read: {error.strerror}.") from None
-
-
-def _forget_command(error: paramiko.BadHostKeyException, settings: HostSettings, port: int) -> str:
-    """known_hosts names a host with another port than 22 in brackets."""
-    name = error.hostname if port == 22 or error.hostname.startswith("[") else f"[{error.hostname}]:{port}"
-    file = f" -f {settings.known_hosts}" if settings.known_hosts else ""
-    return f"ssh-keygen{file} -R '{name}'"
-
-
 def _reason(error: BaseException) -> str:
     if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
         first = next(iter(error.errors.values()), error)
         return getattr(first, "strerror", None) or str(first)
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) or "banner" in str(error) or "No existing session" in str(error):
         return "no answer in time"
     return str(error) or type(error).__name__
 
