@@ -84,16 +84,13 @@ def _check_free(layout: Layout) -> None:
             f"Follow it with `logs`, or end it with `stop` (run {other.run_id}).",
             kind="busy",
         )
-    for run_id in state.run_ids(layout):
-        ended = state.load(layout.run(run_id))
-        left = state.processes(layout, ended) if ended.state == "lost" else []
-        if left:
-            pids = ", ".join(str(process.pid) for process in left)
-            raise PayloadError(
-                f"run {run_id} is lost, yet processes of it are still there: {pids}",
-                f"End them with `stop` (run {run_id}).",
-                kind="busy",
-            )
+    for lost, left in state.lost_and_alive(layout):
+        pids = ", ".join(str(process.pid) for process in left)
+        raise PayloadError(
+            f"run {lost.run_id} is lost, yet processes of it are still there: {pids}",
+            f"End them with `stop` (run {lost.run_id}).",
+            kind="busy",
+        )
 
 
 def _create_run(run_dir: Path, spec: Mapping[str, object]) -> None:

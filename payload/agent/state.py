@@ -6,7 +6,7 @@ import contextlib
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 from payload.agent import durable
 from payload.agent.layout import Layout
@@ -28,6 +28,7 @@ FINAL = frozenset({"finished", "failed", "stopped", "lost"})
 # How long a supervisor may take to appear before its run is given up.
 APPEAR_DEADLINE_S = 30.0
 _LOCK_WAIT_S = 30.0
+_RESUME_HINT = "`train` resumes from its last checkpoint under a new run id."
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,7 @@ def _judge(state: RunState) -> Optional[RunState]:
         reason="the machine was restarted while it ran"
         if restarted
         else "its supervisor is gone without a word",
-        hint="The container was restarted, or something killed it. `stop` ends what may be left of it; "
-        "`train` resumes from its last checkpoint under a new run id.",
+        hint=_RESUME_HINT,
     )
 
 
@@ -135,6 +135,27 @@ def processes(layout: Layout, state: RunState) -> List[ProcessId]:
     if state.cgroup is not None:
         found.update(in_cgroup(state.cgroup))
     return [process for process in found if process != state.supervisor]
+
+
+def left_behind(layout: Layout, state: RunState) -> List[ProcessId]:
+    """The live processes of a run that is ``lost``: its job may go on without its supervisor. Else none."""
+    return processes(layout, state) if state.state == "lost" else []
+
+
+def lost_and_alive(layout: Layout) -> Iterator[Tuple[RunState, List[ProcessId]]]:
+    """The lost runs that have processes left, each with these."""
+    for run_id in run_ids(layout):
+        state = current(layout, run_id)
+        left = left_behind(layout, state)
+        if left:
+            yield state, left
+
+
+def hint(state: RunState, left: List[ProcessId]) -> str:
+    """What to do about a run in this state of which ``left`` is what :func:`left_behind` found."""
+    if not left:
+        return state.hint
+    return f"{len(left)} of its processes go on without it. `stop` ends them; then {_RESUME_HINT}"
 
 
 def run_ids(layout: Layout) -> List[str]:

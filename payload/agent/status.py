@@ -22,7 +22,10 @@ _COUNT_DEADLINE_S = 1.0
 
 
 def status(request: Request, events: Events) -> Json:
-    """Verb: one run (``run_id``) or all, newest first; the release and venv in use; caches, disk, GPUs."""
+    """Verb: one run (``run_id``) or all, newest first; the release and venv in use; caches, disk, GPUs.
+
+    ``left`` of a run is the pids of a job that goes on although its run is lost, and empty for every other run.
+    """
     layout = Layout.at(request.root)
     run_id = request.get("run_id", str)
     wanted = [state.resolve(layout, run_id)] if run_id is not None else state.run_ids(layout)[::-1]
@@ -50,7 +53,8 @@ def _describe(layout: Layout, run_id: str) -> Json:
         run = state.current(layout, run_id)
         spec = durable.read_json(run_dir / state.SPEC_FILE)
     except (OSError, PayloadError) as error:
-        return {"run_id": run_id, "state": "failed", "reason": f"cannot be read: {error}"}
+        return {"run_id": run_id, "state": "failed", "reason": f"cannot be read: {error}", "left": []}
+    left = state.left_behind(layout, run)
     return {
         "run_id": run_id,
         "state": run.state,
@@ -60,7 +64,8 @@ def _describe(layout: Layout, run_id: str) -> Json:
         "exit_code": run.exit_code,
         "pid": run.job.pid if run.job is not None else None,
         "reason": run.reason,
-        "hint": run.hint,
+        "hint": state.hint(run, left),
+        "left": sorted(process.pid for process in left),
         "release": spec.get("release"),
         "venv": spec.get("venv"),
         "cache": spec.get("cache"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import secrets
@@ -179,11 +180,13 @@ def _python_version(python: str) -> str:
 
 
 def _refuse_if_in_use(layout: Layout, target: Path) -> None:
-    for run in state.active_runs(layout):
+    lost = (run for run, _ in state.lost_and_alive(layout))
+    for run in itertools.chain(state.active_runs(layout), lost):
         spec = durable.read_json(layout.run(run.run_id) / state.SPEC_FILE)
         if spec.get("venv") == target.name:
+            how = "lost, yet processes of it are still" if run.state == "lost" else run.state
             raise PayloadError(
-                f"run {run.run_id} is {run.state} in venv {target.name}, so it cannot be built anew",
+                f"run {run.run_id} is {how} in venv {target.name}, so it cannot be built anew",
                 "Wait for its end, or `stop` it.",
                 kind="busy",
             )

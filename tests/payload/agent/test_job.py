@@ -63,7 +63,9 @@ def test_a_job_runs_to_its_end_and_its_exit_status_is_kept(container: FakeContai
 
 def test_a_job_that_succeeds_is_finished(container: FakeContainer) -> None:
     container.start("r1", "")
-    assert container.wait_for_state("r1", "finished")["exit_code"] == 0
+    ended = container.wait_for_state("r1", "finished")
+    assert ended["exit_code"] == 0
+    assert ended["left"] == []
 
 
 def test_a_job_that_a_signal_ends_has_failed_and_the_signal_is_named(container: FakeContainer) -> None:
@@ -228,7 +230,9 @@ def test_stop_does_the_work_of_a_supervisor_that_is_gone(container: FakeContaine
     pids = pids_in(tmp_path / "pids", 3)
     os.kill(container.state_file("r1")["supervisor"]["pid"], signal.SIGKILL)
     lost = container.wait_for_state("r1", "lost")
-    assert "stop" in lost["hint"]
+    assert "`stop` ends them" in lost["hint"]
+    assert set(lost["left"]) <= set(pids)
+    assert len(lost["left"]) >= 2
     busy = container.error("start", run_id="r2", spec=container.spec("pass"))
     assert busy["kind"] == "busy"
     assert container.result("stop", run_id="r1", grace_s=0.2)["state"] == "lost"
@@ -287,6 +291,8 @@ def test_a_run_of_an_earlier_boot_is_lost(container: FakeContainer) -> None:
     lost = container.state("r1")
     assert lost["state"] == "lost"
     assert "restarted" in lost["reason"]
+    assert lost["left"] == []
+    assert "stop" not in lost["hint"]
 
 
 def test_secrets_are_in_one_private_file_and_nowhere_else(container: FakeContainer, tmp_path: Path) -> None:

@@ -134,6 +134,24 @@ def test_a_venv_that_a_run_uses_is_not_built_anew(container: FakeContainer, whee
     assert "r1" in error["message"]
 
 
+def test_a_venv_that_a_lost_job_still_uses_is_neither_built_anew_nor_pruned(
+    container: FakeContainer, wheels: Path
+) -> None:
+    built = container.result("venv", **request(wheels))
+    container.start("r1", "import time; time.sleep(600)", venv=built["venv"])
+    os.kill(container.state_file("r1")["supervisor"]["pid"], signal.SIGKILL)
+    container.wait_for_state("r1", "lost")
+    error = container.error("venv", **request(wheels, force=True))
+    assert error["kind"] == "busy"
+    assert "r1 is lost" in error["message"]
+    (container.root / "venv").unlink()
+    container.result("prune", keep=0)
+    assert (container.root / "venvs" / built["venv"] / "bin/python").exists()
+    container.result("stop", run_id="r1", grace_s=0)
+    assert container.state("r1")["left"] == []
+    assert container.result("venv", **request(wheels, force=True))["created"]
+
+
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
