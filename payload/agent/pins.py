@@ -9,6 +9,7 @@ import sysconfig
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, List, Mapping, Optional
 
+from payload.agent.redaction import redact
 from payload.errors import PayloadError
 
 _BUILD = re.compile(r"cpu|cu\d{2,3}|rocm[\d.]+|xpu")
@@ -35,12 +36,16 @@ class TorchPin:
         wrong = [name for name, value in known.items() if value is not None and not isinstance(value, str)]
         version = known["version"]
         if wrong or not version or not re.fullmatch(r"[0-9][0-9A-Za-z.+]*", version):
-            raise PayloadError(f"the torch pin cannot be used: {dict(fields)}", kind="usage")
+            raise PayloadError(f"the torch pin cannot be used: {redact(str(dict(fields)))}", kind="usage")
         if known["backend"] is not None and not _BUILD.fullmatch(known["backend"]):
             raise PayloadError(
                 f"{known['backend']!r} is not a build of torch", "cpu, cu128, ...", kind="usage"
             )
         return cls(**known)  # type: ignore[arg-type]
+
+    def public(self) -> Dict[str, Optional[str]]:
+        """The pin as it may be stored: its index without credentials."""
+        return {**asdict(self), "index_url": None if self.index_url is None else redact(self.index_url)}
 
     @property
     def build(self) -> Optional[str]:
@@ -95,10 +100,13 @@ def requirement_lines(text: str) -> List[str]:
 
 
 def venv_name(requirements: List[str], torch: TorchPin, python_version: str) -> str:
-    """The venv's name: 16 hexadecimal digits of the SHA-256 over all that decides what is in it."""
+    """The venv's name: 16 hexadecimal digits of the SHA-256 over all that decides what is in it.
+
+    The credentials of an index do not: a new password is no new venv.
+    """
     decided = {
         "requirements": requirements,
-        "torch": asdict(torch),
+        "torch": torch.public(),
         "python": python_version,
         "platform": sysconfig.get_platform(),
     }

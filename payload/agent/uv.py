@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from urllib.parse import quote
 
 from payload.agent.child import Outcome, run_child
 from payload.agent.environment import base_environment
 from payload.agent.layout import Layout
 from payload.agent.pins import TorchPin
+from payload.agent.redaction import redact
 from payload.errors import PayloadError
 
 # The CUDA wheels are hundreds of megabytes each; uv's own 30 s are too short for them.
 _DEFAULT_HTTP_TIMEOUT_S = 300
 _SYSTEM_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,20 @@ class Sources:
 
         def texts(name: str) -> Tuple[str, ...]:
             value = index.get(name) or []
-            # uv takes several of them as one string, parted by spaces.
-            if not isinstance(value, list) or any(
-                not isinstance(v, str) or re.search(r"\s", v) for v in value
-            ):
-                raise PayloadError(f"the index setting {name} is not a list of URLs", kind="usage")
+            if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+                raise PayloadError(f"the index setting {name} is not a list of strings", kind="usage")
             return tuple(value)
 
         timeout_s = index.get("timeout_s") or _DEFAULT_HTTP_TIMEOUT_S
         if not isinstance(timeout_s, (int, float)):
             raise PayloadError("the index setting timeout_s is not a number", kind="usage")
+        extra_index_urls = texts("extra_index_urls")
+        # uv takes several of them as one string, parted by spaces.
+        if any(re.search(r"\s", url) for url in extra_index_urls):
+            raise PayloadError("the index setting extra_index_urls is not a list of URLs", kind="usage")
         return cls(
             text("index_url"),
-            texts("extra_index_urls"),
+            extra_index_urls,
             texts("find_links"),
             text("certificate"),
             text("http_proxy"),
@@ -100,6 +104,7 @@ class Uv:
             on_stderr=lambda line: None,
             timeout_s=120.0,
         )
+        self._close_locks()
         if outcome.returncode != 0 or not found:
             raise PayloadError(
                 f"there is no Python {wanted!r} in the container: {' '.join(outcome.stderr_tail)}",
@@ -139,18 +144,26 @@ class Uv:
             if self.sources.extra_index_urls:
                 # As pip does: the best of all indexes. What may come from one index only is pinned elsewhere.
                 argv += ["--index-strategy", "unsafe-best-match"]
-        for place in self._find_links():
-            argv += ["--find-links", place]
+        places = self.sources.find_links if self.sources.wheelhouse is None else (self.sources.wheelhouse,)
+        if places:
+            # In the environment, not in argv: a URL may hold a password, and every user can read argv.
+            environment["UV_FIND_LINKS"] = ",".join(self._find_links_url(place) for place in places)
         self._run(argv, environment, report, "the packages cannot be installed")
 
     def _install(self, venv: Path) -> List[str]:
         return [self.program, "pip", "install", "--no-config", "--python", str(venv / "bin" / "python")]
 
-    def _find_links(self) -> Tuple[str, ...]:
-        return self.sources.find_links if self.sources.wheelhouse is None else (self.sources.wheelhouse,)
+    def _find_links_url(self, place: str) -> str:
+        """``place`` (a URL, or a path that may be relative to the root) as a URL without a comma.
+
+        uv parts UV_FIND_LINKS at commas, and does not read it at all beside a ``--find-links`` in argv.
+        """
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", place):
+            return re.sub(r"[,\s]", lambda found: quote(found.group()), place)
+        return (self.layout.root / place).as_uri()
 
     def _indexes(self) -> Dict[str, str]:
-        # In the environment, not in argv: a URL may hold a password, and every user can read argv.
+        # In the environment, like UV_FIND_LINKS.
         found = {}
         if self.sources.index_url:
             found["UV_DEFAULT_INDEX"] = self.sources.index_url
@@ -192,8 +205,22 @@ class Uv:
             on_stderr=show,
             timeout_s=None,
         )
+        self._close_locks()
         if outcome.returncode != 0:
             raise _failure(problem, outcome)
+
+    def _close_locks(self) -> None:
+        """Take from others the right to write uv's lock files, which it gives them whatever the umask is."""
+        locks = [*self.layout.venvs.glob("*/.lock"), *(self.layout.root / "python").glob(".lock")]
+        for folder, folders, names in os.walk(self.layout.uv_cache):
+            # The unpacked packages: many files, no locks.
+            folders[:] = [name for name in folders if not name.startswith("archive-")]
+            locks += [Path(folder, name) for name in names if name.endswith(".lock")]
+        for lock in locks:
+            # Another agent's uv may remove its own meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                if lock.stat().st_mode & 0o022:
+                    lock.chmod(0o644)
 
 
 def _requirement(pin: TorchPin) -> str:
@@ -209,11 +236,6 @@ def _same_filesystem(first: Path, second: Path) -> bool:
     first.mkdir(parents=True, exist_ok=True)
     second.mkdir(parents=True, exist_ok=True)
     return first.stat().st_dev == second.stat().st_dev
-
-
-def redact(text: str) -> str:
-    """``text`` without the credentials of its URLs."""
-    return _CREDENTIALS.sub("://***@", text)
 
 
 def _failure(problem: str, outcome: Outcome) -> PayloadError:

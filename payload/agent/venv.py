@@ -10,7 +10,6 @@ import secrets
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
@@ -109,7 +108,7 @@ def _verify(venv_dir: Path, torch: TorchPin, imports: List[str], events: Events)
     return {
         **{name: description[name] for name in ("python", "torch", "packages")},
         "imports": imports,
-        "pin": asdict(torch),
+        "pin": torch.public(),
         "distributions": _distributions(venv_dir),
     }
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from payload.agent.pins import TorchPin, requirement_lines, venv_name
-from payload.agent.uv import redact
+from payload.agent.redaction import redact
 from payload.errors import PayloadError
 from tests.payload.agent.container import VENV, FakeContainer, until
 from tests.payload.agent.wheels import make_index, make_torch, make_wheel
@@ -214,6 +218,93 @@ def test_extra_indexes_and_find_links_are_honoured(container: FakeContainer, tmp
     assert container.result("venv", **request(None, index=index))["packages"]["needy"] == "1.0"
 
 
+@pytest.fixture
+def private_links(tmp_path: Path) -> Iterator[str]:
+    """The URL, with its password, of a page on the loopback that lists the wheels only to who has the password."""
+    folder = tmp_path / "private"
+    make_torch(folder)
+    make_wheel(folder, "needy", "1.0", {"needy.py": ""})
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(folder))
+
+        def do_GET(self) -> None:
+            if self.headers["Authorization"] == f"Basic {base64.b64encode(b'ann:pa55').decode()}":
+                super().do_GET()
+            else:
+                self.send_error(401)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://ann:pa55@127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def recording_uv(folder: Path) -> Path:
+    """A uv that writes its arguments to ``folder/argv`` before it does its work."""
+    program = folder / "recording-uv"
+    program.write_text(f'#!/bin/sh\necho "$@" >> "{folder}/argv"\nexec "{uv.find_uv_bin()}" "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def test_the_password_of_a_page_of_links_is_in_no_argument_and_in_no_file(
+    container: FakeContainer, tmp_path: Path, private_links: str
+) -> None:
+    index = {"index_url": make_index(tmp_path / "empty", []), "find_links": [private_links]}
+    reply = container.ask("venv", **request(None, uv=str(recording_uv(tmp_path)), index=index))
+    assert reply.result is not None, reply
+    assert reply.result["packages"]["needy"] == "1.0"
+    assert "pip install" in (tmp_path / "argv").read_text()
+    assert "pa55" not in (tmp_path / "argv").read_text()
+    assert "pa55" not in json.dumps(reply.events)
+    built = container.root / "venvs" / reply.result["venv"]
+    assert not [path for path in built.rglob("*") if path.is_file() and b"pa55" in path.read_bytes()]
+
+
+def test_folders_of_wheels_may_have_any_name(container: FakeContainer, tmp_path: Path) -> None:
+    first, second = tmp_path / "a, b%2C c", tmp_path / "d,é"
+    make_torch(first)
+    make_wheel(second, "needy", "1.0", {"needy.py": ""})
+    index = {"find_links": [str(first), str(second)], "offline": True}
+    assert container.result("venv", **request(None, index=index))["packages"]["needy"] == "1.0"
+    make_wheel(first, "needy", "1.1", {"needy.py": ""})
+    newer = container.result("venv", **request(first, requirements="needy==1.1"))
+    assert newer["packages"]["needy"] == "1.1"
+
+
+def test_a_new_password_of_torch_s_index_is_neither_stored_nor_a_new_venv(
+    container: FakeContainer, wheels: Path
+) -> None:
+    def asked(password: str) -> dict[str, Any]:
+        return request(wheels, torch={**PIN, "index_url": f"https://ann:{password}@wheels.test/cu128"})
+
+    first = container.result("venv", **asked("pa55"))
+    again = container.result("venv", **asked("w@rd"))
+    assert not again["created"]
+    assert again["venv"] == first["venv"]
+    container.result("venv", **{**asked("w@rd"), "force": True})
+    record = (container.root / "venvs" / first["venv"] / "venv.json").read_text()
+    assert "https://***@wheels.test/cu128" in record
+    assert "pa55" not in record
+    assert "rd@" not in record
+
+
+def test_nothing_that_a_build_leaves_is_writable_for_others(container: FakeContainer, wheels: Path) -> None:
+    container.result("venv", **request(wheels))
+    made = [path for name in ("venvs", "uv-cache") for path in (container.root / name).rglob("*")]
+    assert [path for path in made if path.name == ".lock"]
+    assert not [path for path in made if not path.is_symlink() and path.stat().st_mode & 0o022]
+
+
 def test_an_interrupted_build_is_removed_by_the_next_and_nothing_of_it_goes_on(
     container: FakeContainer, wheels: Path
 ) -> None:
@@ -263,6 +354,10 @@ def test_a_build_is_ended_in_order_when_its_agent_is_told_to(container: FakeCont
 
 def test_passwords_in_urls_are_not_shown() -> None:
     assert redact("error: https://me:pa55@host/simple/x failed") == "error: https://***@host/simple/x failed"
+    assert redact("https://me:p@55@host https://host/x@1") == "https://***@host https://host/x@1"
+    with pytest.raises(PayloadError) as raised:
+        TorchPin.from_request({"version": "", "index_url": "https://me:pa55@host/"})
+    assert "pa55" not in raised.value.message
 
 
 @pytest.mark.parametrize("text", ["-r other.txt", "--index-url x\nneedy==1"])
