@@ -11,11 +11,18 @@ from payload.agent.layout import Layout
 from payload.errors import PayloadError
 
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Whole words between underscores: HF_TOKEN is a secret, TOKENIZERS_PARALLELISM is none.
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY(?:_ID)?|PRIVATE_KEY)(?:_|$)",
-    re.IGNORECASE,
+# What runs differ by and a person who looks at one wants to see. Everything else is private: a name tells nothing of
+# what its value holds.
+_HARMLESS_NAME = re.compile(
+    r"(?:NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH|OMP|MKL|TRITON)_[A-Z0-9_]+"
+    r"|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|TOKENIZERS_PARALLELISM"
+    r"|HF_HOME|HF_HUB_OFFLINE|HF_DATASETS_OFFLINE|TRANSFORMERS_OFFLINE|PYTHONHASHSEED|LANG|LC_ALL|TZ"
 )
+_SECRET_WORD = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(?:API_?|ACCESS_|PRIVATE_)KEY)(?:_|$)"
+)
+# Wider than what is redacted elsewhere: here a doubt makes a value private.
+_MAYBE_CREDENTIALS = re.compile(r"://.*@", re.DOTALL)
 
 
 def base_environment() -> Dict[str, str]:
@@ -52,7 +59,16 @@ def checked_environment(environment: Mapping[str, object]) -> Dict[str, str]:
     return {name: str(value) for name, value in environment.items()}
 
 
-def split_secrets(environment: Mapping[str, str]) -> Tuple[Dict[str, str], Dict[str, str]]:
-    """Part ``environment`` into (what may be shown, what looks like a secret by its name)."""
-    secret = {name: value for name, value in environment.items() if _SECRET_NAME.search(name)}
-    return {name: value for name, value in environment.items() if name not in secret}, secret
+def split_private(environment: Mapping[str, str]) -> Tuple[Dict[str, str], Dict[str, str]]:
+    """Part ``environment`` into (what anyone on the machine may read, what only the job may).
+
+    A value is private unless its name is one of a few that are known to be harmless and the value holds no URL with
+    credentials.
+    """
+
+    def is_harmless(name: str, value: str) -> bool:
+        known = _HARMLESS_NAME.fullmatch(name) and not _SECRET_WORD.search(name)
+        return bool(known) and not _MAYBE_CREDENTIALS.search(value)
+
+    shown = {name: value for name, value in environment.items() if is_harmless(name, value)}
+    return shown, {name: value for name, value in environment.items() if name not in shown}

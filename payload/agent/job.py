@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import List, Mapping, Optional
 
 from payload.agent import durable, state
-from payload.agent.environment import base_environment, checked_environment, split_secrets
+from payload.agent.environment import base_environment, checked_environment, split_private
 from payload.agent.layout import Layout
 from payload.agent.locks import hold
 from payload.agent.processes import ProcessId, boot_id, end, is_alive, send_signal
@@ -36,6 +36,10 @@ def start(request: Request, events: Events) -> Json:
     The run's folder appears whole, in state ``starting``, before any supervisor is launched. A supervisor runs
     the job only if it turns ``starting`` into ``running`` itself, so launching a second one is harmless: whatever
     is killed between these steps, the job runs once or not at all.
+
+    The run's spec.json is the spec, which anyone may read, with only the harmless values of ``env``; the names of all
+    others, and of ``secrets``, are listed in its ``private_env``. Their values are in a file for the job's user alone,
+    which goes when the run ends. The job gets all of them.
     """
     layout = Layout.at(request.root)
     run_id = request.need("run_id", str)
@@ -53,7 +57,13 @@ def start(request: Request, events: Events) -> Json:
         if found.state == "starting":
             _launch_supervisor(layout, found, events)
             found = _wait_until_claimed(layout, run_id)
-    return {"run_id": run_id, "state": found.state, "started": not existed, "reason": found.reason}
+    return {
+        "run_id": run_id,
+        "state": found.state,
+        "started": not existed,
+        "reason": found.reason,
+        "hint": found.hint,
+    }
 
 
 def _check_spec(layout: Layout, spec: Mapping[str, object]) -> None:
@@ -101,12 +111,13 @@ def _create_run(run_dir: Path, spec: Mapping[str, object]) -> None:
     building.mkdir()
     try:
         (building / "checkpoints").mkdir()
-        shown, secret = split_secrets(checked_environment(spec.get("env") or {}))  # type: ignore[arg-type]
-        secret.update(checked_environment(spec.get("secrets") or {}))  # type: ignore[arg-type]
+        shown, private = split_private(checked_environment(spec.get("env") or {}))  # type: ignore[arg-type]
+        private.update(checked_environment(spec.get("secrets") or {}))  # type: ignore[arg-type]
         public = {name: value for name, value in spec.items() if name != "secrets"}
-        durable.write_json(building / state.SPEC_FILE, {**public, "run_id": run_dir.name, "env": shown})
-        if secret:
-            durable.write_json(building / state.SECRETS_FILE, secret, mode=0o600)
+        public.update(run_id=run_dir.name, env=shown, private_env=sorted(private))
+        durable.write_json(building / state.SPEC_FILE, public)
+        if private:
+            durable.write_json(building / state.SECRETS_FILE, private, mode=0o600)
         state.save(building, RunState(run_dir.name, "starting", secrets.token_hex(8), time.time(), boot_id()))
         building.rename(run_dir)
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -51,7 +52,7 @@ def main(argv: List[str]) -> int:
     try:
         job = _spawn_job(layout, run_id)
     except (OSError, PayloadError) as error:
-        _finish(layout, run_id, "failed", None, f"the job cannot be started: {error}", 0)
+        _finish(layout, run_id, "failed", None, f"the job cannot be started: {error}", 0, _spawn_hint(error))
         return 1
     identity = identify(job.pid) or ProcessId(job.pid, 0, boot_id())
     _persist(layout, run_id, identity)
@@ -126,6 +127,12 @@ def _spawn_job(layout: Layout, run_id: str) -> subprocess.Popen[bytes]:
         )
 
 
+def _spawn_hint(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.E2BIG:
+        return "A value of the run's environment is too long for the kernel: shorten it in the inventory's `env`."
+    return "Check the run's venv and release, and the machine's memory; then start it under a new run id."
+
+
 def _persist(layout: Layout, run_id: str, job: ProcessId) -> None:
     with contextlib.suppress(OSError, PayloadError):
         # On a full disk the job still runs, and `stop` finds it by its supervisor.
@@ -190,13 +197,25 @@ def _reason(status: int) -> str:
 
 
 def _finish(
-    layout: Layout, run_id: str, final: str, exit_code: Optional[int], reason: str, killed: int
+    layout: Layout,
+    run_id: str,
+    final: str,
+    exit_code: Optional[int],
+    reason: str,
+    killed: int,
+    hint: str = "",
 ) -> None:
     def decide(run: RunState) -> Optional[RunState]:
         if run.state in FINAL:
             return None
         return replace(
-            run, state=final, exit_code=exit_code, ended_at=time.time(), reason=reason, killed=killed
+            run,
+            state=final,
+            exit_code=exit_code,
+            ended_at=time.time(),
+            reason=reason,
+            hint=hint,
+            killed=killed,
         )
 
     while True:

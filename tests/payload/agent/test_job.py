@@ -319,6 +319,48 @@ def test_secrets_are_in_one_private_file_and_nowhere_else(container: FakeContain
     assert not holders[0].exists()
 
 
+def test_a_value_of_the_environment_is_private_unless_it_is_known_to_be_harmless(
+    container: FakeContainer,
+) -> None:
+    shown = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "NCCL_DEBUG": "INFO",
+        "HF_HOME": "/data/hf",
+    }
+    private = {
+        "DATABASE_URL": "postgres://ann:5ecret@db/x",
+        "AWS_SESSION": "5ecret",
+        "OPENAI_KEY": "5ecret",
+        "NCCL_AUTH_TOKEN": "5ecret",
+        "TORCH_HUB_MIRROR": "https://ann:5ecret@mirror.test/",
+        "omp_num_threads": "5ecret",
+    }
+    code = "import json, os; json.dump(dict(os.environ), open('checkpoints/seen', 'w'))"
+    container.start("r1", code, env={**shown, **private}, secrets={"OTHER": "5ecret"})
+    container.wait_for_state("r1", "finished")
+    run_dir = container.root / "runs/r1"
+    seen = json.loads((run_dir / "checkpoints/seen").read_text())
+    assert {**shown, **private, "OTHER": "5ecret"}.items() <= seen.items()
+    text = (run_dir / "spec.json").read_text()
+    assert "5ecret" not in text
+    spec = json.loads(text)
+    assert spec["env"] == shown
+    assert spec["private_env"] == sorted([*private, "OTHER"])
+    assert not (run_dir / "secrets.env.json").exists()
+
+
+def test_a_job_that_cannot_be_spawned_has_failed_and_the_start_says_why_and_what_to_do(
+    container: FakeContainer,
+) -> None:
+    started = container.start("r1", "", env={"LONG": "x" * 140_000})
+    assert started["state"] == "failed"
+    assert "Argument list too long" in started["reason"]
+    assert "too long" in started["hint"]
+    assert container.state("r1")["hint"] == started["hint"]
+    assert container.start("r2", "")["started"]
+
+
 def test_nothing_is_writable_for_others(container: FakeContainer) -> None:
     container.start("r1", "open('metrics.jsonl', 'w')")
     container.wait_for_state("r1", "finished")
