@@ -15,6 +15,8 @@ ifeq ($(DFLASH_RECIPE),)
 unexport DFLASH_RECIPE
 endif
 RUN_ID := $(call given,RUN_ID)
+# A switch is on when it is given and does not say no.
+on = $(filter-out 0 no false off,$(call given,$(1)))
 
 .PHONY: help
 help: ## Show the targets
@@ -43,30 +45,32 @@ node-start: $(VENV)/.desk ## Start the embedded node and leave it running
 node-stop: $(VENV)/.desk ## Stop the embedded node
 	@$(RUN) node stop
 
-.PHONY: deploy venv warmup train logs status stop fetch probe cache race
+.PHONY: deploy venv warmup train logs status stop fetch probe prune cache race
 deploy: $(VENV)/.desk ## Bring the payload into the container
 	@$(RUN) deploy
 venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
-	@$(RUN) venv $(if $(WHEELHOUSE),--wheelhouse) $(if $(FORCE),--force)
+	@$(RUN) venv $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,FORCE),--force)
 warmup: $(VENV)/.desk ## Compile what training will call (PROVE=1: a second process must miss nothing)
-	@$(RUN) warmup $(foreach s,$(SET),--set '$(s)') $(if $(PROVE),--prove)
+	@$(RUN) warmup $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,PROVE),--prove)
 train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1, RESUME=, COLD=1)
-	@$(RUN) train $(foreach s,$(SET),--set '$(s)') $(if $(WHEELHOUSE),--wheelhouse) $(if $(DETACH),--detach) $(if $(COLD),--cold) $(if $(RESUME),--resume '$(RESUME)')
+	@$(RUN) train $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,DETACH),--detach) $(if $(call on,COLD),--cold) $(if $(call given,RESUME),--resume '$(RESUME)')
 logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=<lines>, SINCE=10m)
-	@$(RUN) logs $(if $(FOLLOW),--follow) $(if $(TAIL),--tail '$(TAIL)') $(if $(SINCE),--since '$(SINCE)') $(RUN_ID)
+	@$(RUN) logs $(if $(call on,FOLLOW),--follow) $(if $(call given,TAIL),--tail '$(TAIL)') $(if $(call given,SINCE),--since '$(SINCE)') $(RUN_ID)
 status: $(VENV)/.desk ## The container's runs (JSON=1)
-	@$(RUN) status $(if $(JSON),--json) $(RUN_ID)
+	@$(RUN) status $(if $(call on,JSON),--json) $(RUN_ID)
 stop: $(VENV)/.desk ## End a run for good (RUN_ID=, GRACE=<seconds>)
-	@$(RUN) stop $(if $(GRACE),--grace '$(GRACE)') $(RUN_ID)
+	@$(RUN) stop $(if $(call given,GRACE),--grace '$(GRACE)') $(RUN_ID)
 fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=<folder>)
-	@$(RUN) fetch $(if $(TO),--to '$(TO)') $(RUN_ID)
+	@$(RUN) fetch $(if $(call given,TO),--to '$(TO)') $(RUN_ID)
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
-	@$(RUN) probe $(if $(JSON),--json)
+	@$(RUN) probe $(if $(call on,JSON),--json)
 
+prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins
+	@$(RUN) prune
 cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FINGERPRINT=, APPLY=1)
-	@$(RUN) cache $(or $(ACTION),list) $(if $(APPLY),--apply) $(if $(JSON),--json) $(FINGERPRINT)
+	@$(RUN) cache $(or $(call given,ACTION),list) $(if $(call on,APPLY),--apply) $(if $(call on,JSON),--json) $(call given,FINGERPRINT)
 race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)
-	@$(VENV)/bin/python -m payload.compile.race $(if $(GUARD),--guard '$(GUARD)') $(if $(JSON),--json)
+	@$(VENV)/bin/python -m payload.compile.race $(if $(call given,GUARD),--guard '$(GUARD)') $(if $(call on,JSON),--json)
 
 .PHONY: test test-slow test-gpu lint types check
 test: $(VENV)/.dev ## The fast tests

@@ -253,6 +253,22 @@ def fetch(
 
 
 @app.command()
+def prune(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    keep: Annotated[
+        int, typer.Option("--keep", min=0, help="How many of each to keep besides what is pinned.")
+    ] = 2,
+) -> None:
+    """Remove releases, venvs and uploads that no run pins and nothing uses. Runs and compile caches stay."""
+    console = Console()
+    with _step("prune", console, host, ct, inventory) as (agent, report):
+        removed = agent.call("prune", {"keep": keep}, on_event=report.on_event)["removed"]
+        report.outcome = f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
+
+
+@app.command()
 def probe(
     host: HostOption = None,
     ct: CtOption = None,
@@ -381,6 +397,9 @@ def node_status(state: StateOption = DEFAULT_NODE) -> None:
 
 def main() -> None:
     """The console script: errors become one paragraph and an exit status."""
+    # A caller may have closed either: then what would be shown has nowhere to go, and the work is done all the same.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     try:
         app()
     except OrchestratorError as error:
@@ -390,6 +409,12 @@ def main() -> None:
         # The reader of standard output is gone (`logs | head`): nothing is wrong, and nothing more can be said there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        Console().error(
+            RemoteError(f"The desk could not go on: {error}.", "Nothing in the container is harmed by that.")
+        )
+        sys.exit(1)
 
 
 @contextlib.contextmanager

@@ -158,7 +158,7 @@ class Container:
             detail = _last_line(done.stderr_text()) or f"exit status {done.exit_status}"
             if "No space left on device" in done.stderr_text():
                 return RemoteError(
-                    f"{self}: {what}: no space left on its disk.", "Free some with `prune`, or grow it."
+                    f"{self}: {what}: no space left on its disk.", "Free some (make prune), or grow it."
                 )
             return RemoteError(f"{self}: {what}: {detail}.")
         if "status: " in reply:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from orchestrator.errors import UsageError
 
 DEFAULT_INVENTORY = Path("inventory.yaml")
+MOST_GPUS = 1024
 DEFAULT_CONTAINER_PATH = (
     "/usr/local/sbin",
     "/usr/local/bin",
@@ -124,6 +125,21 @@ class ContainerSettings(_Section):
             raise ValueError("an absolute folder of its own, such as /opt/dflash")
         return str(path)
 
+    @field_validator("python", "home", mode="after")
+    @classmethod
+    def _word(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_./][^\s=\0]*", value):
+            raise ValueError("a name or path without spaces")
+        return value
+
+    @field_validator("env", mode="after")
+    @classmethod
+    def _variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+                raise ValueError(f"{name!r} cannot be set in an environment")
+        return env
+
     @field_validator("targets", "drafters", mode="before")
     @classmethod
     def _range(cls, value: Any) -> Any:
@@ -134,7 +150,10 @@ class ContainerSettings(_Section):
             match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", value)
             if not match:
                 raise ValueError("GPU numbers as a list, or a range such as 0-4")
-            return tuple(range(int(match[1]), int(match[2] or match[1]) + 1))
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last - first >= MOST_GPUS:
+                raise ValueError(f"a range of more than {MOST_GPUS} GPUs")
+            return tuple(range(first, last + 1))
         return value
 
     @model_validator(mode="after")
@@ -163,7 +182,7 @@ class HostSettings(_Section):
     known_hosts: str | None = None
     pct: str = "/usr/sbin/pct"
     sudo: bool | None = None
-    connect_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    connect_timeout_s: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 10.0
     containers: dict[str, ContainerSettings] = {}
 
 
@@ -226,6 +245,12 @@ def load_inventory(path: Path) -> Inventory:
         raise UsageError(f"{path}:{line}: not YAML: {error.problem}.") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not YAML: {error}.") from None
+    except ValueError as error:
+        raise UsageError(
+            f"{path}: a value cannot be read: {error}.", "Quote it if it is meant as text."
+        ) from None
+    except RecursionError:
+        raise UsageError(f"{path}: it is nested without end (an alias of itself?).") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
@@ -255,9 +280,9 @@ def resolve(inventory: Inventory, host: str | None, container: str | None, sourc
         )
     if not re.fullmatch(r"[1-9]\d{0,8}", container):
         raise UsageError(f"CT={container} is not a container id.", "Proxmox numbers containers: CT=200.")
-    name = _host_name(inventory, host)
+    user, _, address = host.rpartition("@")
+    name = _host_name(inventory, address)
     if name is None:
-        user, _, address = host.rpartition("@")
         if not _is_ip_address(address):
             raise UsageError(
                 f"{source} has no host {host!r}.",
@@ -267,13 +292,13 @@ def resolve(inventory: Inventory, host: str | None, container: str | None, sourc
             update={"address": address} | ({"user": user} if user else {})
         )
         return Destination(
-            host_name=address,
+            host_name=host,
             container_id=container,
             host=settings,
             container=inventory.defaults.container,
             inventory=source,
         )
-    settings = inventory.hosts[name]
+    settings = inventory.hosts[name].model_copy(update={"user": user} if user else {})
     if container not in settings.containers:
         ids = ", ".join(settings.containers) or "none"
         raise UsageError(
@@ -281,7 +306,7 @@ def resolve(inventory: Inventory, host: str | None, container: str | None, sourc
             f"It knows: {ids}. Add `{container}: {{}}` under hosts.{name}.containers to use it with the defaults.",
         )
     return Destination(
-        host_name=name,
+        host_name=f"{user}@{name}" if user else name,
         container_id=container,
         host=settings,
         container=settings.containers[container],

@@ -14,6 +14,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from orchestrator.errors import UsageError
+
 RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
 
@@ -43,12 +45,19 @@ def records_folder() -> Path:
 
 
 def save_record(record: RunRecord) -> None:
+    """Write a record, whole or not at all. Raises :class:`UsageError` when the desk cannot."""
     folder = records_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"{record.run_id}.json"
     partial = path.with_suffix(f".{secrets.token_hex(4)}.part")
-    partial.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"The desk cannot keep a record of the run in {folder}: {error.strerror or error}.",
+            "Set XDG_STATE_HOME to a folder that can be written. Nothing was started.",
+        ) from None
 
 
 def load_record(run_id: str) -> RunRecord | None:

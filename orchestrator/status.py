@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.agent import Agent
@@ -10,6 +11,13 @@ from orchestrator.console import Console, StepReport, size_text
 from orchestrator.errors import UsageError
 
 ACTIVE_STATES = ("starting", "running", "stopping")
+
+
+def is_active(run: Mapping[str, Any]) -> bool:
+    """Whether processes of a run may be at work: it is going on, or lost its supervisor while they were."""
+    return run["state"] in ACTIVE_STATES or bool(run.get("left"))
+
+
 STOP_GRACE_S = 30.0
 
 
@@ -21,7 +29,7 @@ def status(agent: Agent, run_id: str | None = None) -> dict[str, Any]:
 def newest_run(agent: Agent, *, active: bool = False) -> str:
     """The id of the newest run, or of the one that is active. Raises :class:`UsageError` when there is none."""
     runs = status(agent)["runs"]
-    ids = sorted(str(run["run_id"]) for run in runs if not active or run["state"] in ACTIVE_STATES)
+    ids = sorted(str(run["run_id"]) for run in runs if not active or is_active(run))
     if not ids:
         what = "no run is going on" if active else "there is no run yet"
         raise UsageError(f"{agent.container}: {what}.", "`status` shows all runs, `train` starts one.")
@@ -56,7 +64,13 @@ def show_status(console: Console, found: dict[str, Any]) -> None:
         )
     console.table(("run", "state", "for", "step", "loss", "tokens/s", "log", "exit"), rows)
     for run in found["runs"]:
-        if run["state"] == "lost":
+        if run.get("left"):
+            console.line(
+                f"run {run['run_id']} lost its supervisor, but {len(run['left'])} of its processes go on. "
+                "`stop` ends them.",
+                "yellow",
+            )
+        elif run["state"] == "lost":
             console.line(
                 f"run {run['run_id']} is lost: its supervisor is gone without a word, most likely because the "
                 f"container was restarted. If it has a checkpoint, train RESUME={run['run_id']} goes on from it.",

@@ -12,10 +12,10 @@ from orchestrator.agent import Agent
 from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
 from orchestrator.deploy import deploy
-from orchestrator.errors import RefusedError, TransportError
+from orchestrator.errors import RefusedError, RemoteError, TransportError
 from orchestrator.recipes import job_gpus
 from orchestrator.records import RunRecord, new_run_id, save_record
-from orchestrator.status import ACTIVE_STATES, status
+from orchestrator.status import is_active, status
 from orchestrator.venv import build_venv
 from orchestrator.warmup import Warmed, warm_up
 from payload.recipe import Recipe
@@ -109,7 +109,15 @@ def start_job(
         )
     )
     with console.step("train") as report:
-        _ask_to_start(prepared.agent, run_id, spec, report)
+        answer = _ask_to_start(prepared.agent, run_id, spec, report)
+        if answer["state"] in ("failed", "lost", "stopped"):
+            raise RemoteError(
+                f"run {run_id} did not start on {destination}: {answer.get('reason') or answer['state']}.",
+                str(
+                    answer.get("hint")
+                    or f"Its log, if any: make logs RUN_ID={run_id} {destination.make_arguments}"
+                ),
+            )
         report.outcome = f"run {run_id} started on {destination} with {recipe.topology.world_size} ranks"
     return run_id
 
@@ -117,7 +125,7 @@ def start_job(
 def refuse_while_a_job_runs(agent: Agent) -> None:
     """Raises :class:`RefusedError` that names the active run of the container and how to attach to it."""
     for run in status(agent)["runs"]:
-        if run["state"] in ACTIVE_STATES:
+        if is_active(run):
             place = agent.container.destination.make_arguments
             raise RefusedError(
                 f"run {run['run_id']} is {run['state']} on {agent.container}: one job at a time.",
@@ -126,7 +134,7 @@ def refuse_while_a_job_runs(agent: Agent) -> None:
             )
 
 
-def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepReport) -> None:
+def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepReport) -> dict[str, Any]:
     """Ask until there is an answer: a run id starts at most once, so asking again after a broken link is safe."""
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(TransportError),
@@ -138,7 +146,7 @@ def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepR
         reraise=True,
     )
     try:
-        retrying(agent.call, "start", {"run_id": run_id, "spec": spec}, on_event=report.on_event)
+        return retrying(agent.call, "start", {"run_id": run_id, "spec": spec}, on_event=report.on_event)
     except TransportError as error:
         raise TransportError(
             error.message,

@@ -187,3 +187,36 @@ def test_help_is_shown_without_a_command() -> None:
     done = orchestrator()
     assert "deploy" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_output_that_cannot_be_written_is_an_error_in_words(inventory: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", "status", "--json", "--host", "local", "--ct", "200"],
+            env={**os.environ, "DFLASH_INVENTORY": str(inventory)},
+            cwd=REPOSITORY,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert "Traceback" not in done.stderr
+    assert done.returncode != 0
+
+
+def test_a_switch_of_make_that_says_no_is_off() -> None:
+    def command(*arguments: str) -> str:
+        return subprocess.run(
+            ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/.desk", "train", *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "DETACH": "1", "WHEELHOUSE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        ).stdout
+
+    assert "--detach" in command("DETACH=1")
+    assert "--detach" not in command("DETACH=0")
+    assert "--wheelhouse" not in command("DETACH=1")

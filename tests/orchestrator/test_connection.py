@@ -125,7 +125,71 @@ def test_a_changed_host_key_is_refused_with_both_fingerprints(
     with pytest.raises(TransportError, match="has CHANGED") as raised:
         Connection("local", host).run(["true"])
     assert raised.value.message.count("SHA256:") == 2
-    assert "ssh-keygen -f" in raised.value.hint
+    assert f"ssh-keygen -f {known_hosts} -R '[127.0.0.1]:{destination.host.port}'" in raised.value.hint
+
+
+def test_a_revoked_key_is_refused_even_when_it_is_listed_as_well(
+    destination: Destination, tmp_path: Path
+) -> None:
+    assert destination.host.known_hosts is not None
+    listed = Path(destination.host.known_hosts).read_text()
+    (tmp_path / "known_hosts").write_text(f"{listed}@revoked {listed}")
+    host = destination.host.model_copy(update={"known_hosts": str(tmp_path / "known_hosts")})
+    with pytest.raises(TransportError, match="is REVOKED"):
+        Connection("local", host).run(["true"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"@revoked [127.0.0.1]:22 ssh-ed25519 AAAA",
+        b"@cert-authority *.example ssh-rsa AAAAB3",
+        b"some host with too many words in it",
+        b"host ssh-ed25519 not-base64!",
+        b"\xff\xfe\x00",
+        b"# a comment",
+        b"",
+    ],
+)
+def test_a_line_of_known_hosts_that_cannot_be_used_costs_only_itself(
+    destination: Destination, tmp_path: Path, line: bytes
+) -> None:
+    assert destination.host.known_hosts is not None
+    listed = Path(destination.host.known_hosts).read_bytes()
+    (tmp_path / "known_hosts").write_bytes(line + b"\n" + listed)
+    host = destination.host.model_copy(update={"known_hosts": str(tmp_path / "known_hosts")})
+    with Connection("local", host) as connection:
+        assert connection.run(["echo", "trusted"]).stdout == b"trusted\n"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no key at all", b"\xff\xfe", b"-----BEGIN OPENSSH PRIVATE KEY-----\nx\n"]
+)
+def test_a_key_file_that_is_no_key_is_a_usage_error_and_not_the_networks_fault(
+    destination: Destination, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "key").write_bytes(content)
+    host = destination.host.model_copy(update={"identity_file": str(tmp_path / "key")})
+    with pytest.raises(UsageError, match="no private key that can be read"):
+        Connection("local", host).run(["true"])
+
+
+@pytest.mark.parametrize("address", ["me@127.0.0.1", "a..b", "x" * 70])
+def test_an_address_that_is_none_is_a_usage_error(address: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot be used|is not a host's name"):
+        Connection("lab", HostSettings(address=address)).run(["true"])
+
+
+@pytest.mark.parametrize("content", [b"Host x\n  Port =\n  =\nBroken", b"\xff\xfe\x00"])
+def test_an_ssh_config_that_cannot_be_read_is_a_usage_error(
+    destination: Destination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_bytes(content)
+    (tmp_path / ".fabric.yml").write_text("{ not: yaml")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UsageError, match="ssh_config"):
+        Connection("local", destination.host).run(["true"])
 
 
 def test_a_key_that_the_host_does_not_accept_is_named_as_the_reason(

@@ -103,6 +103,33 @@ def test_a_fault_is_named_with_file_and_line(tmp_path: Path, text: str, line: in
     assert raised.value.exit_status == 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hosts: &a {local: *a}",
+        "x: &a [*a]",
+        "hosts: {a: {user: 2026-13-45}}",
+        "[" * 3000,
+        "hosts: {a: {port: 0x}}",
+    ],
+)
+def test_yaml_that_python_chokes_on_is_a_usage_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError):
+        load(tmp_path, text)
+
+
+def test_a_user_before_a_known_host_changes_the_user_and_nothing_else(tmp_path: Path) -> None:
+    inventory = load(tmp_path, "hosts: {lab: {address: 192.0.2.7, port: 2222, containers: {200: {gpus: 4}}}}")
+    for host in ("admin@lab", "admin@192.0.2.7"):
+        destination = resolve(inventory, host, "200", tmp_path)
+        assert (destination.host.user, destination.host.port, destination.container.gpus) == (
+            "admin",
+            2222,
+            4,
+        )
+        assert "HOST=admin@lab CT=200" in destination.make_arguments
+
+
 @given(st.text(max_size=300))
 def test_any_text_is_an_inventory_or_a_usage_error(
     tmp_path_factory: pytest.TempPathFactory, text: str

@@ -5,9 +5,11 @@ The job is a plain Python program, so no torch is needed: the venv is a folder w
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,8 +104,6 @@ def test_a_release_that_was_tampered_with_is_replaced(container: Container, agen
 
 
 def test_an_earlier_payload_becomes_current_again(container: Container, agent: Agent, tmp_path: Path) -> None:
-    import shutil
-
     other = tmp_path / "payload"
     shutil.copytree(PAYLOAD, other, ignore=shutil.ignore_patterns("__pycache__"))
     (other / "note.txt").write_text("another release")
@@ -369,3 +369,51 @@ def test_ctrl_c_while_following_leaves_the_job_running_and_says_how_to_attach(
     assert f"make logs FOLLOW=1 RUN_ID={run_id} HOST=local CT=200" in words
     assert "Traceback" not in words
     assert status(agent, run_id)["runs"][0]["state"] == "running"
+
+
+def test_a_job_that_cannot_be_started_is_an_error_and_not_a_started_run(
+    container: Container, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.train.torchrun_command", lambda *_, **__: ["-c", "x" * 200_000])
+    prepared = Prepared(agent, tree_hash(PAYLOAD), VENV, None)
+    with pytest.raises(RemoteError, match="did not start"):
+        start_job(container, prepared, load_recipe("tiny-cpu"), QUIET)
+
+
+def test_a_checkpoint_that_the_job_removes_during_a_fetch_is_left_out_whole(
+    container: Container, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = start(agent, "print('done')")
+    show_logs(agent, lambda _: None, run_id=run_id, follow=True)
+    checkpoints = Path(container.settings.root) / "runs" / run_id / "checkpoints"
+    for step in ("step-000010", "step-000020"):
+        (checkpoints / step).mkdir(parents=True)
+        for name in ("a.safetensors", "b.safetensors", "manifest.json"):
+            (checkpoints / step / name).write_text(f"{step} {name}")
+    download = Container.download
+
+    def remove_after_the_first(self: Container, path: str, *arguments: Any, **options: Any) -> None:
+        download(self, path, *arguments, **options)
+        if "step-000010" in path:
+            shutil.rmtree(checkpoints / "step-000010")
+
+    monkeypatch.setattr(Container, "download", remove_after_the_first)
+    with QUIET.step("fetch") as report:
+        fetched = fetch(container, agent, run_id, tmp_path, report)
+    assert [path.name for path in (fetched.folder / "checkpoints").iterdir()] == ["step-000020"]
+    assert (fetched.folder / "checkpoints" / "step-000020" / "b.safetensors").exists()
+
+
+def test_two_fetches_into_one_folder_do_not_write_into_each_other(
+    container: Container, agent: Agent, tmp_path: Path
+) -> None:
+    run_id = start(agent, "print('done')")
+    show_logs(agent, lambda _: None, run_id=run_id, follow=True)
+    (tmp_path / run_id).mkdir()
+    descriptor = os.open(tmp_path / run_id, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(RefusedError, match="Another fetch"), QUIET.step("fetch") as report:
+            fetch(container, agent, run_id, tmp_path, report)
+    finally:
+        os.close(descriptor)
