@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Iterator, List
@@ -19,28 +20,40 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 def files(request: Request, events: Events) -> Json:
     """Verb: the complete things of a run: paths relative to its folder, sizes in bytes, SHA-256.
 
-    A checkpoint is complete when its manifest is there, which is written last. A file that still grows is
-    described as far as it was when it was looked at: the hash is of its first ``size`` bytes.
+    A checkpoint is complete when its manifest is there, which is written last. Here too it is the last of its
+    checkpoint's files, so that whoever fetches them in this order may go by the same rule; the newest checkpoint is
+    the first. A file that still grows is described as far as it was when it was looked at: the hash is of its first
+    ``size`` bytes.
     """
     layout = Layout.at(request.root)
     run_dir = layout.run(state.resolve(layout, request.get("run_id", str)))
     found: List[Json] = []
     paths = [path for path in (run_dir / name for name in _PLAIN_FILES) if path.is_file()]
-    paths += sorted(_checkpoint_files(run_dir / CHECKPOINTS))
+    paths += _checkpoint_files(run_dir / CHECKPOINTS)
     for number, path in enumerate(paths):
         relative = path.relative_to(run_dir).as_posix()
         events.progress(f"hashing {relative}", done=number, total=len(paths))
-        found.append({"path": relative, **_measure(path)})
+        # The trainer removes old checkpoints meanwhile, the manifest first: without one, what is listed is none.
+        with contextlib.suppress(FileNotFoundError):
+            found.append({"path": relative, **_measure(path)})
     return {"run_id": run_dir.name, "files": found}
 
 
 def _checkpoint_files(checkpoints: Path) -> Iterator[Path]:
-    if not checkpoints.is_dir():
-        return
-    for folder in checkpoints.iterdir():
-        if folder.name.startswith(".") or folder.is_symlink() or not (folder / MANIFEST).is_file():
-            continue
-        yield from (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    complete = []
+    for folder in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        manifest = folder / MANIFEST
+        if not folder.name.startswith(".") and not folder.is_symlink() and _is_plain(manifest):
+            with contextlib.suppress(FileNotFoundError):
+                complete.append((manifest.stat().st_mtime_ns, folder.name, folder))
+    for _, _, folder in sorted(complete, reverse=True):
+        manifest = folder / MANIFEST
+        yield from sorted(path for path in folder.rglob("*") if _is_plain(path) and path != manifest)
+        yield manifest
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _measure(path: Path) -> Json:

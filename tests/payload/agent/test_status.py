@@ -115,6 +115,8 @@ def test_only_complete_things_are_offered_for_fetching(container: FakeContainer)
         if manifest:
             (checkpoints / name / "manifest.json").write_text("{}")
     (checkpoints / "step-1" / "link").symlink_to("/etc/passwd")
+    (checkpoints / "step-4").mkdir()
+    (checkpoints / "step-4" / "manifest.json").symlink_to("/etc/passwd")
     files = {file["path"]: file for file in container.result("files", run_id="r1")["files"]}
     assert sorted(files) == [
         "checkpoints/step-1/manifest.json",
@@ -128,6 +130,23 @@ def test_only_complete_things_are_offered_for_fetching(container: FakeContainer)
         data = (container.root / "runs/r1" / path).read_bytes()
         assert file["size"] == len(data)
         assert file["sha256"] == hashlib.sha256(data).hexdigest()
+
+
+def test_the_newest_checkpoint_is_offered_first_and_its_manifest_last(container: FakeContainer) -> None:
+    container.start("r1", "")
+    container.wait_for_state("r1", "finished")
+    checkpoints = container.root / "runs/r1/checkpoints"
+    for age, name in enumerate(["step-1000000", "step-999999", "step-999998"]):
+        (checkpoints / name / "drafter").mkdir(parents=True)
+        for file in ("a.json", "z.safetensors", "drafter/manifest.json", "manifest.json"):
+            (checkpoints / name / file).write_text("{}")
+        os.utime(checkpoints / name / "manifest.json", (1_000_000 - age, 1_000_000 - age))
+    paths = [file["path"] for file in container.result("files", run_id="r1")["files"]]
+    assert [path for path in paths if path.startswith("checkpoints/")] == [
+        f"checkpoints/{name}/{file}"
+        for name in ("step-1000000", "step-999999", "step-999998")
+        for file in ("a.json", "drafter/manifest.json", "z.safetensors", "manifest.json")
+    ]
 
 
 def test_prune_keeps_what_is_in_use_what_runs_pin_and_the_newest(container: FakeContainer) -> None:
