@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import urllib.parse
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ else:
     import tomli as tomllib
 
 OLDEST_MANYLINUX_GLIBC = 5
+_USER_IN_URL = re.compile(r"://[^\s/]*@")
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def download_uv(platform: Platform, report: StepReport) -> Path:
     if binary.exists():
         return binary
     report.update(f"fetching uv for {platform.machine}")
-    _pip_download(platform, [f"uv=={uv_version()}"], folder, ("--no-deps",))
+    _pip_download(platform, f"uv=={uv_version()}", "uv", folder)
     wheel = next(folder.glob("uv-*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith("/scripts/uv"))
@@ -124,9 +127,7 @@ def download_wheels(
     missing = [wheel for wheel in locked if not _has(folder, wheel)]
     for number, wheel in enumerate(missing):
         report.update(f"fetching {wheel.name}", number, len(missing))
-        _pip_download(
-            platform, [f"{wheel.url}#sha256={wheel.sha256}"], folder, ("--no-deps",), settings.index
-        )
+        _pip_download(platform, f"{wheel.url}#sha256={wheel.sha256}", wheel.name, folder, settings.index)
     return [folder / wheel.name for wheel in locked]
 
 
@@ -200,11 +201,9 @@ def send_wheels(container: Container, wheels: Sequence[Path], report: StepReport
 
 def index_arguments(index: IndexSettings) -> list[str]:
     """uv's arguments for an inventory's indexes; their URLs go into :func:`index_environment`."""
-    arguments = [part for link in index.find_links for part in ("--find-links", link)]
-    if index.extra_index_urls:
-        # As pip does: the best of all indexes, not the first that knows the name.
-        arguments += ["--index-strategy", "unsafe-best-match"]
-    return arguments + (["--offline", "--no-index"] if index.offline else [])
+    # As pip does: the best of all indexes, not the first that knows the name.
+    strategy = ["--index-strategy", "unsafe-best-match"] if index.extra_index_urls else []
+    return strategy + (["--offline", "--no-index"] if index.offline else [])
 
 
 def index_environment(index: IndexSettings, first_index_url: str | None = None) -> dict[str, str]:
@@ -214,6 +213,7 @@ def index_environment(index: IndexSettings, first_index_url: str | None = None) 
     Not in argv: a URL may hold a password, and every user of a machine can read argv.
     """
     values = {
+        "UV_FIND_LINKS": ",".join(_link_url(link) for link in index.find_links),
         "UV_DEFAULT_INDEX": index.index_url,
         "UV_INDEX": " ".join(url for url in (first_index_url, *index.extra_index_urls) if url),
         "SSL_CERT_FILE": index.certificate,
@@ -223,6 +223,11 @@ def index_environment(index: IndexSettings, first_index_url: str | None = None) 
         "UV_HTTP_TIMEOUT": str(index.timeout_s),
     }
     return {key: value for key, value in values.items() if value}
+
+
+def _link_url(link: str) -> str:
+    """A find-links folder or URL as one item of a list that commas separate."""
+    return (link if "://" in link else Path(link).absolute().as_uri()).replace(",", "%2C")
 
 
 def _best_wheel(package: Mapping[str, Any], ranks: Mapping[Tag, int]) -> LockedWheel:
@@ -244,37 +249,27 @@ def _best_wheel(package: Mapping[str, Any], ranks: Mapping[Tag, int]) -> LockedW
 
 
 def _pip_download(
-    platform: Platform,
-    requirements: Iterable[str],
-    folder: Path,
-    flags: Iterable[str],
-    index: IndexSettings | None = None,
+    platform: Platform, requirement: str, name: str, folder: Path, index: IndexSettings | None = None
 ) -> None:
+    """Fetch one wheel into ``folder``. The requirement goes into a private file: its URL may hold a password."""
     folder.mkdir(parents=True, exist_ok=True)
-    argv = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-    ]
+    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     argv += ["--only-binary=:all:", "--python-version", platform.python_minor, "--implementation", "cp"]
     argv += [part for tag in platform.wheel_tags for part in ("--platform", tag)]
-    done = subprocess.run(
-        [*argv, *flags, *requirements],
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        env=os.environ | (index_environment(index) if index else {}),
-        check=False,
-    )
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as wanted:
+        wanted.write(f"{requirement}\n")
+        wanted.flush()
+        done = subprocess.run(
+            [*argv, "--dest", str(folder), "--requirement", wanted.name],
+            capture_output=True,
+            text=True,
+            timeout=3600,
+            env=os.environ | (index_environment(index) if index else {}),
+            check=False,
+        )
     if done.returncode != 0:
         raise RemoteError(
-            f"pip cannot fetch {' '.join(requirements)}: {_tail(done.stderr)}",
-            "Try again when the network is there.",
+            f"pip cannot fetch {name}: {_tail(done.stderr)}", "Try again when the network is there."
         )
 
 
@@ -289,5 +284,5 @@ def cache_folder() -> Path:
 
 
 def _tail(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in _USER_IN_URL.sub("://***@", text).splitlines() if line.strip()]
     return " ".join(lines[-6:])[-800:] or "it gave no reason"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from payload.errors import PayloadError
+from payload.places import place, place_or_hub_name
 from payload.recipe import TargetSpec
 
 SUPPORTED_FAMILIES = {
@@ -71,7 +71,10 @@ class Target:
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise PayloadError(
-                f"the target {spec.model} could not be loaded: {_first_line(error)}",
+                f"the target {spec.model} could not be loaded: there is no folder {place(spec.model)}, and as a name "
+                f"of the hub: {_first_line(error)}"
+                if not place(spec.model).is_dir()
+                else f"the target in {place(spec.model)} could not be loaded: {_first_line(error)}",
                 "give a folder with config.json and weights (or gguf_file), or a hub name that can be reached",
             ) from error
         if missing := sorted(report["missing_keys"]):
@@ -247,16 +250,12 @@ def _source(spec: TargetSpec) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     if spec.trust_remote_code:
         options["trust_remote_code"] = True
-    folder = Path(spec.model).expanduser()
+    folder = place(spec.model)
     if spec.gguf_file is not None:
         options["gguf_file"] = spec.gguf_file
         if folder.is_dir() and not (folder / spec.gguf_file).is_file():
             raise PayloadError(f"the target's folder {folder} holds no {spec.gguf_file}", kind="usage")
-    if folder.is_dir():
-        return str(folder), options
-    if spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1:
-        raise PayloadError(f"the target's folder {spec.model} does not exist", kind="usage")
-    return spec.model, options
+    return place_or_hub_name(spec.model), options
 
 
 def _check_family(model_type: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from payload.demo import corpus
 from payload.errors import PayloadError
+from payload.places import place
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def _read_source(source: str, split: corpus.Split, limit: int | None, seed: int)
         return (Row(dict(row), f"demo row {index}") for index, row in enumerate(made))
     if source.startswith("hub:"):
         return _read_hub(source)
-    return read_jsonl(Path(source))
+    return read_jsonl(place(source))
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:

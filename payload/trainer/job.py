@@ -26,6 +26,7 @@ from payload.demo.target import ensure_demo_target
 from payload.drafter.config import DrafterConfig
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
+from payload.places import place_or_hub_name
 from payload.recipe import Recipe, TargetSpec, recipe_from_dict
 from payload.target import Target
 from payload.trainer.checkpoint import Progress, Snapshot, newest_checkpoint, read_checkpoint, read_progress
@@ -183,7 +184,9 @@ def load_tokenizer(spec: TargetSpec) -> Any:
 
     options = {"gguf_file": spec.gguf_file} if spec.gguf_file else {}
     try:
-        return AutoTokenizer.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code, **options)
+        return AutoTokenizer.from_pretrained(
+            place_or_hub_name(spec.model), trust_remote_code=spec.trust_remote_code, **options
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise PayloadError(f"The tokenizer of {spec.model} cannot be loaded: {error}") from error
 

@@ -24,6 +24,7 @@ from payload.drafter.loss import LossConfig
 from payload.drafter.model import DFlashDrafter
 from payload.drafter.step import LossOutput, drafter_loss
 from payload.errors import PayloadError
+from payload.places import place, place_or_hub_name
 from payload.recipe import Recipe
 from payload.target import Target
 from payload.trainer.optimizer import MasterAdamW, whole_tensor
@@ -276,12 +277,15 @@ def _target_config(recipe: Recipe) -> Any:
     options = {"gguf_file": recipe.target.gguf_file} if recipe.target.gguf_file else {}
     try:
         return AutoConfig.from_pretrained(
-            recipe.target.model, trust_remote_code=recipe.target.trust_remote_code, **options
+            place_or_hub_name(recipe.target.model),
+            trust_remote_code=recipe.target.trust_remote_code,
+            **options,
         )
     except (OSError, ValueError, KeyError) as error:
         raise PayloadError(
-            f"The config of the target {recipe.target.model} cannot be read: {error}",
-            hint="Check target.model: a folder with config.json, or a hub name that can be reached.",
+            f"The config of the target {recipe.target.model} cannot be read, neither in the folder "
+            f"{place(recipe.target.model)} nor on the hub: {str(error).splitlines()[0]}",
+            hint="Put the model into that folder, or name another: target.model=<folder or hub name>.",
         ) from error
 
 

@@ -251,8 +251,8 @@ def test_a_folder_that_lacks_a_weight_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "part"),
     [
-        (TargetSpec("./no/such/folder"), "does not exist"),
-        (TargetSpec("/no/such/folder"), "does not exist"),
+        (TargetSpec("./no/such/folder"), "there is no folder"),
+        (TargetSpec("/no/such/folder"), "there is no folder"),
     ],
 )
 def test_a_folder_that_is_not_there_is_named(spec, part):
