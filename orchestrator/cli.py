@@ -20,7 +20,7 @@ from orchestrator.container import Container
 from orchestrator.deploy import deploy as deploy_release
 from orchestrator.errors import OrchestratorError, RemoteError, UsageError
 from orchestrator.fetch import fetch as fetch_run
-from orchestrator.inventory import DEFAULT_INVENTORY, load_inventory, resolve
+from orchestrator.inventory import DEFAULT_INVENTORY, from_here, load_inventory, resolve
 from orchestrator.logs import LogEnd, show_logs
 from orchestrator.probe import probe as probe_container
 from orchestrator.probe import show_probe
@@ -369,7 +369,7 @@ def node_start(state: StateOption = DEFAULT_NODE) -> None:
     with console.step("node") as report:
         info = node.start(state)
         report.outcome = f"{info.address}:{info.port}, container {info.containers[0]}"
-    console.line(f"Use it: make status HOST=local CT={info.containers[0]} INVENTORY={info.inventory}")
+    console.line(f"Use it: make status HOST=local CT={info.containers[0]} INVENTORY={from_here(info.inventory)}")
 
 
 @node_app.command("stop")

@@ -210,14 +210,17 @@ class Destination(_Section):
     @property
     def make_arguments(self) -> str:
         """What to add to a make target to mean this container, for the commands that messages suggest."""
-        path = self.inventory
-        if path.is_absolute() and path.is_relative_to(Path.cwd()):
-            path = path.relative_to(Path.cwd())
+        path = from_here(self.inventory)
         inventory = "" if path == DEFAULT_INVENTORY else f" INVENTORY={path}"
         return f"HOST={self.host_name} CT={self.container_id}{inventory}"
 
     def __str__(self) -> str:
         return f"container {self.container_id} on {self.host_name}"
+
+
+def from_here(path: Path) -> Path:
+    """``path`` as one would type it in the working folder."""
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
 
 
 def load_inventory(path: Path) -> Inventory:

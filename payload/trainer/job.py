@@ -347,7 +347,7 @@ def _find_checkpoint(run_dir: Path, spec: dict[str, Any], identity: str) -> Path
     found = newest_checkpoint(run_dir / "checkpoints", say)
     source = spec.get("resume_from")
     if found is None and source is not None:
-        checkpoints = run_dir / source / "checkpoints"
+        checkpoints = (run_dir / source / "checkpoints").resolve()
         found = newest_checkpoint(checkpoints, say)
         if found is None:
             raise PayloadError(
