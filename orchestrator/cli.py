@@ -369,7 +369,9 @@ def node_start(state: StateOption = DEFAULT_NODE) -> None:
     with console.step("node") as report:
         info = node.start(state)
         report.outcome = f"{info.address}:{info.port}, container {info.containers[0]}"
-    console.line(f"Use it: make status HOST=local CT={info.containers[0]} INVENTORY={from_here(info.inventory)}")
+    console.line(
+        f"Use it: make status HOST=local CT={info.containers[0]} INVENTORY={from_here(info.inventory)}"
+    )
 
 
 @node_app.command("stop")
