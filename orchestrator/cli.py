@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from orchestrator.agent import Agent
-from orchestrator.cache import list_caches, prune_caches, show_cache, show_caches, verify_cache
-from orchestrator.connection import Connection
-from orchestrator.console import Console, LogWriter, StepReport, size_text
+from orchestrator.cli_cache import cache_app
+from orchestrator.cli_node import node_app
+from orchestrator.cli_options import (
+    DEFAULT_NODE,
+    CtOption,
+    HostOption,
+    InventoryOption,
+    JsonOption,
+    RecipeOption,
+    RunArgument,
+    SetOption,
+    StateOption,
+    WheelhouseOption,
+    deployed_release,
+    open_container,
+    open_step,
+)
+from orchestrator.console import Console, LogWriter
 from orchestrator.container import Container
 from orchestrator.deploy import deploy as deploy_release
 from orchestrator.errors import OrchestratorError, RemoteError, UsageError
 from orchestrator.fetch import fetch as fetch_run
-from orchestrator.inventory import DEFAULT_INVENTORY, from_here, load_inventory, resolve
+from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.logs import LogEnd, show_logs
 from orchestrator.probe import probe as probe_container
 from orchestrator.probe import show_probe
@@ -39,46 +52,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train DFlash drafters in LXC containers on Proxmox hosts, from your desk.",
 )
-node_app = typer.Typer(
-    no_args_is_help=True, help="The embedded node: an SSH server and a pct on this machine."
-)
 app.add_typer(node_app, name="node")
-cache_app = typer.Typer(no_args_is_help=True, help="A container's compile caches.")
 app.add_typer(cache_app, name="cache")
-# `demo` and `node` import the SSH server inside their functions: it would double every other command's start.
-
-HostOption = Annotated[
-    str | None,
-    typer.Option("--host", envvar="DFLASH_HOST", help="A host of the inventory, or a plain IP address."),
-]
-CtOption = Annotated[
-    str | None, typer.Option("--ct", envvar="DFLASH_CT", help="The container's id on that host.")
-]
-InventoryOption = Annotated[
-    Path, typer.Option("--inventory", envvar="DFLASH_INVENTORY", help="The inventory file.")
-]
-RecipeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe", envvar="DFLASH_RECIPE", help="A recipe's name or file; else the container's own."
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override one value of the recipe: train.steps=100. May be repeated."),
-]
-WheelhouseOption = Annotated[
-    bool,
-    typer.Option("--wheelhouse", help="Send every wheel from the desk: for a container without internet."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
-RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run id; else the newest run.")]
-FingerprintArgument = Annotated[str, typer.Argument(metavar="FINGERPRINT", help="Its name in `cache list`.")]
-StateOption = Annotated[
-    Path, typer.Option("--state", envvar="DFLASH_NODE", help="The embedded node's folder.")
-]
-
-DEFAULT_NODE = Path(".dflash/node")
 
 
 @app.command()
@@ -87,7 +62,7 @@ def deploy(
 ) -> None:
     """Bring the payload into the container as one verified, content-named release."""
     console = Console()
-    with _container(console, host, ct, inventory) as container, console.step("deploy") as report:
+    with open_container(console, host, ct, inventory) as container, console.step("deploy") as report:
         deployed = deploy_release(container, report)
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
 
@@ -104,7 +79,7 @@ def venv(
 ) -> None:
     """Build the pinned venv beside the old one, verify it, and switch to it. The compile cache stays."""
     console = Console()
-    with _step("venv", console, host, ct, inventory) as (agent, report):
+    with open_step("venv", console, host, ct, inventory) as (agent, report):
         built = build_venv(agent.container, agent, report, wheelhouse=wheelhouse, force=force)
         report.outcome = f"venv {built.venv}, torch {built.torch_version} (git {built.torch_git[:10]})" + (
             " built" if built.created else " was there"
@@ -124,9 +99,9 @@ def warmup(
 ) -> None:
     """Compile what training will call, into the cache that belongs to this torch, GPU and recipe."""
     console = Console()
-    with _container(console, host, ct, inventory) as container:
+    with open_container(console, host, ct, inventory) as container:
         resolved = resolve_recipe(container.settings, recipe, override or ())
-        release = _deployed(container, console)
+        release = deployed_release(container, console)
         agent = Agent.of_release(container, release)
         with console.step("venv") as report:
             built = build_venv(container, agent, report)
@@ -158,7 +133,7 @@ def train(
 ) -> None:
     """Do what is missing of the steps before, start the job once, detached, and follow its log. Ctrl-C detaches."""
     console = Console()
-    with _container(console, host, ct, inventory) as container:
+    with open_container(console, host, ct, inventory) as container:
         resolved = resolve_recipe(container.settings, recipe, override or ())
         if resume is not None and not RUN_ID.fullmatch(resume):
             raise UsageError(f"--resume {resume}: not a run id.", "`status` lists the runs of a container.")
@@ -185,7 +160,7 @@ def logs(
     """Show a run's output as it is in the container."""
     console = Console()
     since_s = _seconds(since)
-    with _container(console, host, ct, inventory) as container:
+    with open_container(console, host, ct, inventory) as container:
         agent = Agent.current(container)
         if follow:
             _follow(console, container, agent, run, tail=tail, since_s=since_s)
@@ -203,7 +178,7 @@ def status(
 ) -> None:
     """Show the container's runs, their state and their last metrics."""
     console = Console()
-    with _container(console, host, ct, inventory) as container:
+    with open_container(console, host, ct, inventory) as container:
         found = container_status(Agent.current(container), run)
     if as_json:
         console.json(found)
@@ -223,7 +198,7 @@ def stop(
 ) -> None:
     """End a run: its processes are asked, then killed; the command ends when none is left."""
     console = Console()
-    with _container(console, host, ct, inventory) as container:
+    with open_container(console, host, ct, inventory) as container:
         agent = Agent.current(container)
         run_id = run or newest_run(agent, active=True)
         with console.step("stop") as report:
@@ -241,7 +216,7 @@ def fetch(
 ) -> None:
     """Bring a run's metrics, log and complete checkpoints home, each verified by hash."""
     console = Console()
-    with _container(console, host, ct, inventory) as container:
+    with open_container(console, host, ct, inventory) as container:
         agent = Agent.current(container)
         run_id = run or newest_run(agent)
         with console.step("fetch") as report:
@@ -263,7 +238,7 @@ def prune(
 ) -> None:
     """Remove releases, venvs and uploads that no run pins and nothing uses. Runs and compile caches stay."""
     console = Console()
-    with _step("prune", console, host, ct, inventory) as (agent, report):
+    with open_step("prune", console, host, ct, inventory) as (agent, report):
         removed = agent.call("prune", {"keep": keep}, on_event=report.on_event)["removed"]
         report.outcome = f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
 
@@ -277,7 +252,7 @@ def probe(
 ) -> None:
     """Show what the container, its torch and its flex_attention really are."""
     console = Console()
-    with _step("probe", console, host, ct, inventory) as (agent, report):
+    with open_step("probe", console, host, ct, inventory) as (agent, report):
         found = probe_container(agent, report)
         report.outcome = str(agent.container)
     if as_json:
@@ -286,115 +261,13 @@ def probe(
         show_probe(console, found)
 
 
-@cache_app.command("list")
-def cache_list(
-    host: HostOption = None,
-    ct: CtOption = None,
-    inventory: InventoryOption = DEFAULT_INVENTORY,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the container's compile caches: size, state, and the runs that pin them."""
-    console = Console()
-    with _step("cache", console, host, ct, inventory) as (agent, report):
-        caches = list_caches(agent, report)
-        report.outcome = f"{len(caches)} on {agent.container}"
-    if as_json:
-        console.json(caches)
-    else:
-        show_caches(console, caches)
-
-
-@cache_app.command("show")
-def cache_show(
-    fingerprint: FingerprintArgument,
-    host: HostOption = None,
-    ct: CtOption = None,
-    inventory: InventoryOption = DEFAULT_INVENTORY,
-) -> None:
-    """Show one cache as JSON: the facts behind its name, its programs, its portable artifact."""
-    console = Console()
-    with _step("cache", console, host, ct, inventory) as (agent, report):
-        found = show_cache(agent, fingerprint, report)
-        report.outcome = fingerprint
-    console.json(found)
-
-
-@cache_app.command("verify")
-def cache_verify(
-    fingerprint: FingerprintArgument,
-    host: HostOption = None,
-    ct: CtOption = None,
-    inventory: InventoryOption = DEFAULT_INVENTORY,
-) -> None:
-    """Check every file of a cache against its manifest; a damaged one is an error."""
-    console = Console()
-    with _step("cache", console, host, ct, inventory) as (agent, report):
-        if wrong := verify_cache(agent, fingerprint, report):
-            raise RemoteError(
-                f"the compile cache {fingerprint} is damaged: {wrong[0]} ({len(wrong)} in all).",
-                "`warmup` refuses it and builds it anew.",
-            )
-        report.outcome = f"{fingerprint} is whole"
-
-
-@cache_app.command("prune")
-def cache_prune(
-    host: HostOption = None,
-    ct: CtOption = None,
-    inventory: InventoryOption = DEFAULT_INVENTORY,
-    apply: Annotated[bool, typer.Option("--apply", help="Remove them; else they are only named.")] = False,
-) -> None:
-    """Remove the caches that no run pins and no warm-up is filling."""
-    console = Console()
-    with _step("cache", console, host, ct, inventory) as (agent, report):
-        pruned = prune_caches(agent, report, apply=apply)
-        names = ", ".join(pruned["removed"]) or "none"
-        report.outcome = f"{'removed' if apply else 'would remove'}: {names} ({size_text(pruned['bytes'])})"
-
-
 @app.command()
 def demo(state: StateOption = DEFAULT_NODE) -> None:
     """Run the whole story on the embedded node: deploy, venv, warmup, train, fetch, and show what was learned."""
+    # Imported here: it needs the SSH server, which would double every other command's start.
     from orchestrator.demo import run_demo
 
     run_demo(Console(), state)
-
-
-@node_app.command("start")
-def node_start(state: StateOption = DEFAULT_NODE) -> None:
-    """Start the embedded node and leave it running; prints how to use it."""
-    from orchestrator.localnode import node
-
-    console = Console()
-    with console.step("node") as report:
-        info = node.start(state)
-        report.outcome = f"{info.address}:{info.port}, container {info.containers[0]}"
-    console.line(
-        f"Use it: make status HOST=local CT={info.containers[0]} INVENTORY={from_here(info.inventory)}"
-    )
-
-
-@node_app.command("stop")
-def node_stop(state: StateOption = DEFAULT_NODE) -> None:
-    """Stop the embedded node and what runs in its containers; its files stay."""
-    from orchestrator.localnode import node
-
-    console = Console()
-    with console.step("node") as report:
-        report.outcome = "stopped" if node.stop(state) else "was not running"
-
-
-@node_app.command("status")
-def node_status(state: StateOption = DEFAULT_NODE) -> None:
-    """Say whether the embedded node runs, and where."""
-    from orchestrator.localnode import node
-
-    console = Console()
-    info = node.status(state)
-    if info is None:
-        console.line(f"No node runs from {state}. Start it: orchestrator node start")
-        raise typer.Exit(1)
-    console.line(f"{info.address}:{info.port}, inventory {info.inventory}")
 
 
 def main() -> None:
@@ -417,39 +290,6 @@ def main() -> None:
             RemoteError(f"The desk could not go on: {error}.", "Nothing in the container is harmed by that.")
         )
         sys.exit(1)
-
-
-@contextlib.contextmanager
-def _container(console: Console, host: str | None, ct: str | None, inventory: Path) -> Iterator[Container]:
-    destination = resolve(load_inventory(inventory), host, ct, inventory)
-    try:
-        with Connection(destination.host_name, destination.host, console.line) as connection:
-            yield Container(connection, destination)
-    except KeyboardInterrupt:
-        console.line(
-            f"\ninterrupted. What was asked of {destination} may go on there; nothing half-done is used. "
-            f"Look: make status {destination.make_arguments}"
-        )
-        raise typer.Exit(130) from None
-
-
-@contextlib.contextmanager
-def _step(
-    name: str, console: Console, host: str | None, ct: str | None, inventory: Path
-) -> Iterator[tuple[Agent, StepReport]]:
-    """A step on a container that has the desk's release: its agent, and the line to report on."""
-    with _container(console, host, ct, inventory) as container:
-        agent = Agent.of_release(container, _deployed(container, console))
-        with console.step(name) as report:
-            yield agent, report
-
-
-def _deployed(container: Container, console: Console) -> str:
-    """The desk's own release, deployed when it is missing."""
-    with console.step("deploy") as report:
-        deployed = deploy_release(container, report)
-        report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
-    return deployed.release
 
 
 def _follow(

@@ -1,0 +1,85 @@
+"""What the commands share: their options, and a container or step to work in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.agent import Agent
+from orchestrator.connection import Connection
+from orchestrator.console import Console, StepReport
+from orchestrator.container import Container
+from orchestrator.deploy import deploy
+from orchestrator.inventory import load_inventory, resolve
+
+DEFAULT_NODE = Path(".dflash/node")
+
+HostOption = Annotated[
+    str | None,
+    typer.Option("--host", envvar="DFLASH_HOST", help="A host of the inventory, or a plain IP address."),
+]
+CtOption = Annotated[
+    str | None, typer.Option("--ct", envvar="DFLASH_CT", help="The container's id on that host.")
+]
+InventoryOption = Annotated[
+    Path, typer.Option("--inventory", envvar="DFLASH_INVENTORY", help="The inventory file.")
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", envvar="DFLASH_RECIPE", help="A recipe's name or file; else the container's own."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override one value of the recipe: train.steps=100. May be repeated."),
+]
+WheelhouseOption = Annotated[
+    bool,
+    typer.Option("--wheelhouse", help="Send every wheel from the desk: for a container without internet."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
+RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run id; else the newest run.")]
+FingerprintArgument = Annotated[str, typer.Argument(metavar="FINGERPRINT", help="Its name in `cache list`.")]
+StateOption = Annotated[
+    Path, typer.Option("--state", envvar="DFLASH_NODE", help="The embedded node's folder.")
+]
+
+
+@contextlib.contextmanager
+def open_container(
+    console: Console, host: str | None, ct: str | None, inventory: Path
+) -> Iterator[Container]:
+    destination = resolve(load_inventory(inventory), host, ct, inventory)
+    try:
+        with Connection(destination.host_name, destination.host, console.line) as connection:
+            yield Container(connection, destination)
+    except KeyboardInterrupt:
+        console.line(
+            f"\ninterrupted. What was asked of {destination} may go on there; nothing half-done is used. "
+            f"Look: make status {destination.make_arguments}"
+        )
+        raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def open_step(
+    name: str, console: Console, host: str | None, ct: str | None, inventory: Path
+) -> Iterator[tuple[Agent, StepReport]]:
+    """A step on a container that has the desk's release: its agent, and the line to report on."""
+    with open_container(console, host, ct, inventory) as container:
+        agent = Agent.of_release(container, deployed_release(container, console))
+        with console.step(name) as report:
+            yield agent, report
+
+
+def deployed_release(container: Container, console: Console) -> str:
+    """The desk's own release, deployed when it is missing."""
+    with console.step("deploy") as report:
+        deployed = deploy(container, report)
+        report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
+    return deployed.release
