@@ -11,9 +11,9 @@ import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
+from orchestrator.connection import Completed
 from orchestrator.container import Container
 from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
 
@@ -21,6 +21,9 @@ PROTOCOL = 1
 LINE_LIMIT_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 60.0
 """Every verb that takes long sends progress or an ``alive`` event well within this."""
+
+COMMAND_NOT_FOUND = 127
+"""What env(1) exits with for a program that is not there."""
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -91,7 +94,7 @@ class Agent:
             self._raise(verb, replies.error)
         reason = self.container.explain(done, f"the agent gave no answer to `{verb}`")
         if isinstance(reason, RemoteError):
-            raise NoAnswer(reason.message, self._no_answer_hint(done.stderr_text()))
+            raise NoAnswer(reason.message, self._no_answer_hint(done))
         raise reason
 
     def _raise(self, verb: str, error: Mapping[str, Any]) -> NoReturn:
@@ -99,18 +102,16 @@ class Agent:
         message = str(error.get("message") or f"`{verb}` failed without saying why")
         raise kind(f"{self.container}: {message}", str(error.get("hint") or ""))
 
-    def _no_answer_hint(self, stderr: str) -> str:
+    def _no_answer_hint(self, done: Completed) -> str:
+        stderr = done.stderr_text()
         if "can't open file" in stderr or "can't find '__main__' module" in stderr:
             return (
                 f"Nothing is deployed under {self.container.settings.root} yet: "
                 f"make deploy {self.container.destination.make_arguments}"
             )
-        if (
-            "command not found" in stderr
-            or f"{PurePosixPath(self.container.settings.python).name}'" in stderr
-        ):
+        if done.exit_status == COMMAND_NOT_FOUND:
             python = self.container.settings.python
-            return f"The container needs Python 3.9 or newer as {python} (`python:` in the inventory)."
+            return f"The container needs Python 3.10 or newer as {python} (`python:` in the inventory)."
         return "Look into the container with `pct enter`, or try again."
 
 

@@ -126,6 +126,16 @@ def test_a_container_without_a_release_says_to_deploy(
     assert "make deploy HOST=local CT=200" in raised.value.hint
 
 
+def test_a_container_without_its_python_says_which_one_is_missing(
+    connection: Connection, destination: Destination
+) -> None:
+    settings = destination.container.model_copy(update={"python": "python9"})
+    container = Container(connection, destination.model_copy(update={"container": settings}))
+    with pytest.raises(NoAnswer) as raised:
+        Agent.current(container).call("status")
+    assert "Python 3.10 or newer as python9" in raised.value.hint
+
+
 def test_a_log_is_followed_to_its_end_byte_for_byte(container: Container, agent: Agent) -> None:
     program = (
         "import sys, time\n"
