@@ -25,6 +25,7 @@ import torch
 
 from payload.agent.protocol import Events, Request, serve
 from payload.data.sealed import open_sealed
+from payload.data.tokens import load_tokenizer
 from payload.decode import evaluate
 from payload.demo.target import ensure_demo_target
 from payload.drafter.checkpoint import load_drafter
@@ -33,7 +34,6 @@ from payload.recipe import Recipe, recipe_from_dict
 from payload.target import Target
 from payload.trainer.checkpoint import checkpoint_folders
 from payload.trainer.heldout import held_out_prompts
-from payload.trainer.job import load_tokenizer
 
 
 def run_evaluation(request: Request, events: Events) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from payload.data.rows import Row
 from payload.errors import PayloadError
+from payload.places import place_or_hub_name
+from payload.recipe import TargetSpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,19 @@ class Example:
 
 class RowSkippedError(Exception):
     """A row that cannot be used; the text is the reason by which skips are counted."""
+
+
+def load_tokenizer(spec: TargetSpec) -> Any:
+    """The target's own tokenizer. Raises ``PayloadError`` when there is none."""
+    from transformers import AutoTokenizer
+
+    options = {"gguf_file": spec.gguf_file} if spec.gguf_file else {}
+    try:
+        return AutoTokenizer.from_pretrained(
+            place_or_hub_name(spec.model), trust_remote_code=spec.trust_remote_code, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise PayloadError(f"The tokenizer of {spec.model} cannot be loaded: {error}") from error
 
 
 def encode_row(

@@ -103,6 +103,30 @@ def newest_checkpoint(checkpoints: Path, warn: Callable[[str], None]) -> Path | 
     return None
 
 
+def checkpoint_to_resume(
+    run_dir: Path, resume_from: str | None, identity: str, warn: Callable[[str], None]
+) -> Path | None:
+    """The newest whole checkpoint of a run, or of the run in the folder ``resume_from``, seen from ``run_dir``.
+
+    Raises ``PayloadError`` (kind refused) when ``resume_from`` has none, or it is of another recipe or other data.
+    """
+    found = newest_checkpoint(run_dir / "checkpoints", warn)
+    if found is None and resume_from is not None:
+        checkpoints = (run_dir / resume_from / "checkpoints").resolve()
+        found = newest_checkpoint(checkpoints, warn)
+        if found is None:
+            raise PayloadError(
+                f"There is no usable checkpoint in {checkpoints} to resume from.", kind="refused"
+            )
+    if found is not None and read_progress(found).identity != identity:
+        raise PayloadError(
+            "The checkpoint to resume from was made by another recipe or on other data.",
+            hint="Resume with the recipe and data of that run, or start a new run.",
+            kind="refused",
+        )
+    return found
+
+
 def drop_old_checkpoints(checkpoints: Path, keep_last: int) -> list[int]:
     """Delete all but the newest ``keep_last`` and the one with the greatest accepted length; returns dropped steps."""
     folders = checkpoint_folders(checkpoints)

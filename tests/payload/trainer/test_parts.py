@@ -24,11 +24,11 @@ from payload.trainer.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from payload.trainer.job import judge
 from payload.trainer.metrics import Totals, drafter_step_flops
 from payload.trainer.optimizer import MasterAdamW
 from payload.trainer.program import DEMO_MASK_TOKEN, DrafterProgram, build_step, drafter_config_for
 from payload.trainer.ranks import Pace
+from payload.trainer.reporting import judge
 from payload.trainer.roles import Roles, roles_of
 from payload.trainer.schedule import learning_rate
 from payload.trainer.transfer import Supply, SupplyShape, pack, unpack

@@ -1,0 +1,145 @@
+"""What the lead target brings about before the first step: the target itself, the packed training set, features."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from payload.data.feature_cache import FeatureShape, RowFeatures, write_feature_cache
+from payload.data.prepared import PackedRows, Preparation, prepare
+from payload.data.regenerate import GenerationSettings, regenerate
+from payload.data.rows import Row, read_jsonl, read_rows
+from payload.data.sealed import MANIFEST, file_sha256
+from payload.data.tokens import load_tokenizer
+from payload.demo.target import ensure_demo_target
+from payload.drafter.config import DrafterConfig
+from payload.errors import PayloadError
+from payload.recipe import Recipe, TargetSpec
+from payload.target import Target
+from payload.trainer.program import TargetProgram, drafter_config_for
+from payload.trainer.ranks import StopSignal, say
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the lead target found out and every rank needs. ``packed`` is the training set's file."""
+
+    target: TargetSpec
+    packed: Path
+    data_sha256: str
+    data_facts: dict[str, Any]
+    config: DrafterConfig
+    dtype: torch.dtype
+    tied: bool
+    features: Path | None
+    """The offline feature cache, when the recipe asks for one."""
+
+
+def prepare_run(
+    recipe: Recipe, run_dir: Path, root: Path, device: torch.device, stop: StopSignal
+) -> tuple[Prepared, Target]:
+    """Bring about target and training set, on the lead target; what is there already is used again."""
+    spec = recipe.target
+    if spec.model == "demo":
+        spec = replace(spec, model=str(ensure_demo_target(root, say, lambda: stop.received)))
+    target = Target.load(spec, device)
+    tokenizer = load_tokenizer(spec)
+    config = drafter_config_for(recipe, target.config, tokenizer.mask_token_id)
+    packed = run_dir / "data" / "packed.safetensors"
+    rows = _training_rows(recipe, spec, root, target, tokenizer, stop)
+    facts = prepare(rows, tokenizer, recipe.data.max_length, recipe.data.min_loss_tokens, packed)
+    for line in facts.describe():
+        say(line)
+    program = TargetProgram(target, config.target_layer_ids, recipe.loss.kind == "kl")
+    features = None
+    if recipe.data.features == "offline":
+        features = ensure_features(recipe, program, packed, root, stop)
+    prepared = Prepared(
+        target=spec,
+        packed=packed,
+        data_sha256=file_sha256(packed),
+        data_facts=_facts(recipe, facts),
+        config=config,
+        dtype=target.dtype,
+        tied=target.head_weight is target.embedding_weight,
+        features=features,
+    )
+    return prepared, target
+
+
+def _training_rows(
+    recipe: Recipe, spec: TargetSpec, root: Path, target: Target, tokenizer: Any, stop: StopSignal
+) -> Iterable[Row]:
+    data = recipe.data
+    rows = read_rows(data.train, "train", data.train_rows, recipe.train.seed)
+    if not data.regenerate:
+        return rows
+    settings = GenerationSettings(
+        batch_size=data.regenerate_batch,
+        max_new_tokens=data.regenerate_max_new_tokens,
+        max_length=data.max_length,
+        temperature=data.regenerate_temperature,
+        seed=recipe.train.seed,
+    )
+    key = json.dumps([vars(spec), list(data.train), data.train_rows, vars(settings)], sort_keys=True)
+    answers = root / "answers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
+
+    def report(line: str) -> None:
+        say(line)
+        if stop.received:
+            raise PayloadError("Told to stop while answers were being generated; they are kept.")
+
+    regenerate(rows, target.model, tokenizer, answers, settings, report)
+    return read_jsonl(answers)
+
+
+def ensure_features(
+    recipe: Recipe, program: TargetProgram, packed: Path, root: Path, stop: StopSignal
+) -> Path:
+    """The folder of the training set's features, computed when it is not there.
+
+    Its name is a hash of the data, the target and the layers.
+    """
+    config, target = program.target.config, program.target
+    rows = PackedRows(packed, recipe.train.batch_size, recipe.train.seed)
+    shape = FeatureShape(
+        rows=rows.rows,
+        length=rows.row_length,
+        features=len(program.layer_ids) * config.hidden_size,
+        teacher=config.hidden_size if program.with_teacher else 0,
+        dtype=str(target.dtype).removeprefix("torch."),
+    )
+    key = [file_sha256(packed), vars(recipe.target), list(program.layer_ids), vars(shape)]
+    folder = root / "features" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    if (folder / MANIFEST).is_file():
+        say(f"features: using {folder}")
+        return folder
+
+    def all_rows() -> Iterator[RowFeatures]:
+        for start in range(0, rows.rows, rows.batch_size):
+            if stop.received:
+                raise PayloadError("Told to stop while features were being computed.")
+            numbers = list(range(start, min(start + rows.batch_size, rows.rows)))
+            supply = program.produce(rows.gather(numbers).to(target.device))
+            for slot in range(len(numbers)):
+                yield supply.features[slot], None if supply.teacher is None else supply.teacher[slot]
+
+    write_feature_cache(folder, shape, all_rows(), say)
+    return folder
+
+
+def _facts(recipe: Recipe, preparation: Preparation) -> dict[str, Any]:
+    return {
+        "sources": ", ".join(recipe.data.train),
+        "answers_regenerated": recipe.data.regenerate,
+        "documents": preparation.documents,
+        "rows_skipped": sum(preparation.skipped.values()),
+        "train_tokens": preparation.tokens,
+        "supervised_tokens": preparation.loss_tokens,
+    }

@@ -1,0 +1,189 @@
+"""What the lead drafter tells of a run: lines of metrics, lines for the person who reads the log, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from payload.compile.first_step import FirstStepReport
+from payload.decode import Acceptance
+from payload.errors import PayloadError
+from payload.recipe import Recipe
+from payload.trainer.checkpoint import Progress
+from payload.trainer.metrics import MetricsLog, Totals, drafter_step_flops, peak_flops
+from payload.trainer.ranks import say
+from payload.trainer.run import Run
+from payload.trainer.schedule import learning_rate
+
+EXIT_FAILED = 1
+EXIT_STOPPED = 143
+
+_IMPROVED_RATIO = 1.5
+"""How far the accepted length must rise above its start for ``train.assert_improves``."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What happened since the last report, over all drafters. The waits are sums since the run's start."""
+
+    totals: Totals
+    steps: int
+    seconds: float
+    gradient_norm: torch.Tensor
+    """Of the newest step, before clipping; a scalar, not finite when the step was skipped."""
+    transfer_wait_s: float
+    data_wait_s: float
+
+
+class RunReport:
+    """Writes to the metrics and to the log, from the run's start to its end."""
+
+    def __init__(self, run: Run, log: MetricsLog) -> None:
+        self._run = run
+        self._log = log
+        self._flops = drafter_step_flops(run.recipe, run.config)
+        self._peak = peak_flops(run.ranks.device)
+
+    def started(self, drafter_parameters: int) -> None:
+        """The run begins, or goes on, with a drafter of so many weights."""
+        run = self._run
+        layers = ", ".join(map(str, run.config.target_layer_ids))
+        say(
+            f"drafter: {drafter_parameters:,} weights, block {run.config.block_size}, "
+            f"features of target layers {layers}"
+        )
+        done = run.first_step - 1
+        if done > 0:
+            say(f"resuming after step {done}")
+        self._log.write(
+            "start",
+            done,
+            steps=run.recipe.train.steps,
+            drafter_parameters=drafter_parameters,
+            **run.data_facts,
+        )
+
+    def first_step(self, step: int, report: FirstStepReport) -> None:
+        """What the first step compiled and how long it took."""
+        say(report.line())
+        self._log.write("first_step", step, **report.to_dict())
+
+    def trained(self, step: int, interval: Interval, tokens_seen: int) -> None:
+        """The steps up to ``step``. Raises ``PayloadError`` when none of their features was finite."""
+        recipe, totals, seconds = self._run.recipe, interval.totals, interval.seconds
+        blocks = recipe.train.batch_size * recipe.train.num_anchors
+        tokens = totals.micro_batches * tokens_per_micro_batch(recipe)
+        drafted = totals.micro_batches * blocks * self._run.config.block_size
+        flops = totals.micro_batches * self._flops / seconds / len(self._run.roles.drafters)
+        lr = learning_rate(step, recipe.train.steps, recipe.optim)
+        self._log.write(
+            "train",
+            step,
+            loss=totals.loss,
+            accuracy=totals.accuracy,
+            accuracy_by_position=totals.accuracy_by_position,
+            simulated_accepted_length=totals.simulated_accepted_length,
+            learning_rate=lr,
+            gradient_norm=float(interval.gradient_norm),
+            tokens_per_s=tokens / seconds,
+            draft_tokens_per_s=drafted / seconds,
+            step_s=seconds / interval.steps,
+            tflops_per_s=flops / 1e12,
+            mfu=flops / self._peak if self._peak else None,
+            transfer_wait_s=interval.transfer_wait_s,
+            data_wait_s=interval.data_wait_s,
+            memory_bytes=_peak_memory(self._run.ranks.device),
+            skipped_micro_batches=totals.skipped,
+            tokens_seen=tokens_seen,
+        )
+        say(
+            f"step {step}/{recipe.train.steps}  loss {totals.loss:.3f}  accuracy {totals.accuracy:.3f}  "
+            f"accepted (simulated) {totals.simulated_accepted_length:.2f}  lr {lr:.1e}  "
+            f"{tokens / seconds / 1e3:.1f} Ktok/s"
+        )
+        if totals.skipped:
+            share = f"{totals.skipped} of {totals.micro_batches} micro-batches"
+            say(f"warning: {share} had features that are not finite and did not count")
+        if totals.skipped == totals.micro_batches:
+            raise PayloadError(
+                f"No features of the last {interval.steps} steps were finite.",
+                hint="Check the target's weights and dtype; float16 overflows where bfloat16 does not.",
+            )
+
+    def evaluated(self, step: int, result: Acceptance) -> None:
+        """What decoding the held-out prompts after ``step`` gave."""
+        self._log.write(
+            "eval",
+            step,
+            accepted_length=result.mean_accepted_length,
+            accepted_by_position=list(result.by_position),
+            prompts=result.prompts,
+            tokens=result.tokens,
+            target_forwards=result.target_forwards,
+            seconds=result.seconds,
+            speedup=result.speedup,
+            identical=result.identical,
+        )
+        against = ""
+        if result.speedup is not None:
+            against = f", {result.speedup:.2f} x plain decoding's speed"
+        if result.identical is not None:
+            against += f", {result.identical} of {result.prompts} texts identical to the target's own"
+        say(
+            f"held-out after step {step}: accepted length {result.mean_accepted_length:.2f} "
+            f"({result.prompts} prompts{against})"
+        )
+
+    def ended(self, progress: Progress) -> int:
+        """The run is over; returns its exit status."""
+        steps = self._run.recipe.train.steps
+        if progress.step < steps:
+            self._log.write("end", progress.step, outcome="stopped")
+            say(f"stopped after step {progress.step} of {steps}; the checkpoint of this step resumes the run")
+            return EXIT_STOPPED
+        status, verdict = judge(self._run.recipe, progress)
+        self._log.write(
+            "end",
+            progress.step,
+            outcome="finished" if status == 0 else "failed",
+            first_loss=progress.first_loss,
+            last_loss=progress.last_loss,
+            accepted_before=progress.accepted_before,
+            accepted_after=progress.accepted,
+            verdict=verdict,
+        )
+        say(verdict)
+        return status
+
+
+def tokens_per_micro_batch(recipe: Recipe) -> int:
+    """Context tokens of one micro-batch, padding included: its shape is static."""
+    return recipe.train.batch_size * recipe.data.max_length
+
+
+def judge(recipe: Recipe, ended: Progress) -> tuple[int, str]:
+    """Exit status and last line of a run that went through all its steps."""
+    loss = f"loss {ended.first_loss:.3f} -> {ended.last_loss:.3f}"
+    if ended.accepted is None or ended.accepted_before is None:
+        return 0, f"finished: {loss}"
+    accepted = f"held-out accepted length {ended.accepted_before:.2f} -> {ended.accepted:.2f}"
+    improved = (
+        ended.first_loss is not None
+        and ended.last_loss is not None
+        and ended.last_loss < ended.first_loss
+        and ended.accepted >= _IMPROVED_RATIO * ended.accepted_before
+    )
+    if not recipe.train.assert_improves:
+        return 0, f"finished: {loss}, {accepted}"
+    if improved:
+        return 0, f"finished: improved: {loss}, {accepted}"
+    return EXIT_FAILED, f"failed: no clear improvement: {loss}, {accepted}"
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
