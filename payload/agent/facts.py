@@ -1,4 +1,7 @@
-"""Verb ``facts``: what this container is, for whoever decides whether a run can start here."""
+"""Verb ``facts``: what this container is, for whoever decides whether a run can start here.
+
+Only what is seen; what it means is judged at the desk (``orchestrator/findings.py``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import time
 from pathlib import Path
 from typing import List, Optional
 
-from payload.agent.layout import Layout
+from payload.agent.holders import gpu_processes, port
+from payload.agent.layout import Layout, active_name
 from payload.agent.processes import boot_id
 from payload.agent.protocol import Events, Json, Request
 from payload.agent.status import disk
@@ -27,27 +31,37 @@ _COMPILER_TIMEOUT_S = 10.0
 def facts(request: Request, events: Events) -> Json:
     """Verb: facts as they are found; null where something cannot be told.
 
-    Needs no root and changes nothing. ``gpus`` is null when nvidia-smi is there and does not answer.
+    Needs no root and changes nothing. ``gpus`` is null when nvidia-smi is there and does not answer. The field
+    ``port`` of the request names a TCP port to try to listen on, by default a free one.
     """
     layout = Layout.at(request.root)
     root = layout.root
     while not root.exists():
         root = root.parent
     found_gpus = gpus()
+    holders = sorted(gpu_holders()) if found_gpus else []
     return {
+        "release": active_name(layout.current),
+        "venv": active_name(layout.venv_link),
         "python": {"version": platform.python_version(), "path": sys.executable},
         "python_h": str(_python_h()) if _python_h().is_file() else None,
         "compilers": {name: _version_line(name) for name in ("gcc", "g++", "cc", "clang")},
         "disk": disk(root),
+        "inodes_free": _inodes_free(root),
+        "writable": os.access(root, os.W_OK),
         "shm": disk(Path("/dev/shm")),
         "memory": _memory(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": found_gpus,
-        "gpu_holders": sorted(gpu_holders()) if found_gpus else [],
+        "nvidia_smi": shutil.which("nvidia-smi"),
+        "gpu_holders": holders,
+        "gpu_processes": gpu_processes(holders),
         "nvidia_nodes": _nvidia_nodes(),
         "driver": _driver(),
         "boot_id": boot_id(),
         "systemd": has_systemd(),
+        "init": _init(),
+        "port": port(request.get("port", int) or 0),
         "kernel": platform.release(),
         "machine": platform.machine(),
         "libc": list(platform.libc_ver()),
@@ -55,6 +69,23 @@ def facts(request: Request, events: Events) -> Json:
         "uid": os.getuid(),
         "time": time.time(),
     }
+
+
+def _init() -> Optional[Json]:
+    """The name of process 1, and the container manager that started it, where systemd says so."""
+    with contextlib.suppress(OSError):
+        manager = Path("/run/systemd/container")
+        name = Path("/proc/1/comm").read_text().strip()
+        return {"name": name, "container": manager.read_text().strip() if manager.is_file() else None}
+    return None
+
+
+def _inodes_free(folder: Path) -> Optional[int]:
+    """How many more files the file system takes; None where it has no fixed number."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(folder)
+        return found.f_favail if found.f_files else None
+    return None
 
 
 def _python_h() -> Path:
