@@ -108,6 +108,8 @@ class TrainSpec:
     keep_last: int = 3
     prefetch: int = 2
     """How many steps the targets may be ahead of the drafters."""
+    on_recompile: Literal["error", "count"] = "error"
+    """What a compilation after the first step is: an error, or an alarm in the log and a count in the metrics."""
     shard: Literal["ddp", "fsdp2"] = "ddp"
     assert_improves: bool = False
     """Fail the job unless the loss fell and the held-out accepted length rose clearly."""
@@ -153,6 +155,7 @@ class Recipe:
             "eval_every",
             "keep_last",
             "prefetch",
+            "on_recompile",
             "assert_improves",
         ):
             plain["train"].pop(key)

@@ -10,7 +10,7 @@ In the trainer::
     log(watch.report().line())
     guard.seal()
     ...
-    alarm = watch.alarm()                                   # at every log interval; None when all is well
+    late = watch.compiled_since()                           # at every log interval; None when all is well
 """
 
 from __future__ import annotations
@@ -126,15 +126,18 @@ class FirstStepWatch:
             attention=attention_name(self._device),
         )
 
-    def alarm(self) -> str | None:
-        """A line for the log when something was compiled since the last look; None when nothing was."""
+    def compiled_since(self) -> CompileCounts | None:
+        """What was compiled since the last look, in any thread of this process; None when nothing was."""
         now = read_counts()
         new = now.since(self._seen)
         self._seen = now
-        if not new.compilations:
-            return None
-        return (
-            f"ALARM: {new.compilations} frames were compiled after the first step ({new.recompiles} of them again, "
-            f"{new.misses} graphs not in the cache): shapes or code differ from what was warmed, and speed suffers. "
-            "TORCH_LOGS=recompiles tells which guard failed."
-        )
+        return new if new.compilations else None
+
+
+def alarm_line(counts: CompileCounts) -> str:
+    """For the log, when something was compiled after the first step."""
+    return (
+        f"ALARM: {counts.compilations} frames were compiled after the first step ({counts.recompiles} of them again, "
+        f"{counts.misses} graphs not in the cache): shapes or code differ from what was warmed, and speed suffers. "
+        "TORCH_LOGS=recompiles tells which guard failed."
+    )

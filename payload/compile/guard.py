@@ -83,7 +83,7 @@ class Guard:
         """Every first step is made: from now on nothing should compile.
 
         ``error`` makes any further compilation raise, in every thread, before it begins. ``count`` lets it happen,
-        under torch's own lock; FirstStepWatch.alarm counts and reports it.
+        under torch's own lock; FirstStepWatch.compiled_since counts it.
         """
         with self._turn:
             if on_recompile == "error":
@@ -153,7 +153,7 @@ def explain_recompile(error: BaseException) -> PayloadError | None:
     return PayloadError(
         f"training would have compiled again after its first step: {reasons}",
         "A shape, dtype or mode differs from the first step's. Keep shapes static (pad the last batch), or let "
-        "recompiles through with guard.seal(on_recompile='count'): they are counted, logged and slow.",
+        "recompiles through with train.on_recompile=count: they are counted, logged and slow.",
         kind="refused",
     )
 

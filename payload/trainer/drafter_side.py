@@ -42,6 +42,7 @@ class DrafterSide:
         self._since: torch.Tensor | None = None
         self._since_steps = 0
         self._since_time = time.monotonic()
+        self._watch: FirstStepWatch | None = None
         self.progress = progress
 
     def run(self) -> Progress:
@@ -75,13 +76,13 @@ class DrafterSide:
         return self._run.pace.await_turn(step)
 
     def _first_step(self, step: int) -> torch.Tensor:
-        """A step in which things may compile; afterwards nothing may."""
+        """A step in which things may compile; afterwards nothing should, and by default nothing can."""
         guard = install()
-        watch = FirstStepWatch(self._run.ranks.device.type)
+        self._watch = FirstStepWatch(self._run.ranks.device.type)
         with guard.first_step():
             norm = self._step(step)
-        report = watch.report()
-        guard.seal()
+        report = self._watch.report()
+        guard.seal(self._run.recipe.train.on_recompile)
         if self._report is not None:
             self._report.first_step(step, report)
         return norm
@@ -126,8 +127,11 @@ class DrafterSide:
             first_loss=totals.loss if self.progress.first_loss is None else self.progress.first_loss,
             last_loss=totals.loss,
         )
+        compiled_late = self._watch.compiled_since() if self._watch is not None else None
         if self._report is not None:
             self._report.trained(step, interval, self.progress.tokens)
+            if compiled_late is not None:
+                self._report.compiled_late(step, compiled_late)
         self._since, self._since_steps, self._since_time = None, 0, time.monotonic()
 
     def _evaluate(self, step: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
-from payload.compile.first_step import FirstStepReport
+from payload.compile.counts import CompileCounts
+from payload.compile.first_step import FirstStepReport, alarm_line
 from payload.decode import Acceptance
 from payload.errors import PayloadError
 from payload.recipe import Recipe
@@ -68,6 +69,11 @@ class RunReport:
         """What the first step compiled and how long it took."""
         say(report.line())
         self._log.write("first_step", step, **report.to_dict())
+
+    def compiled_late(self, step: int, counts: CompileCounts) -> None:
+        """Something was compiled since the last report, when everything should have been."""
+        say(alarm_line(counts))
+        self._log.write("compiled_late", step, **asdict(counts))
 
     def trained(self, step: int, interval: Interval, tokens_seen: int) -> None:
         """The steps up to ``step``. Raises ``PayloadError`` when none of their features was finite."""
