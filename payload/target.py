@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from payload.errors import PayloadError
 from payload.places import place, place_or_hub_name
 from payload.recipe import TargetSpec
+from payload.target_attention import ATTENTION, DocumentMask, mask_for, register
 
 SUPPORTED_FAMILIES = {
     "qwen3": "Qwen3",
@@ -36,21 +37,22 @@ class CachedStep(NamedTuple):
 class Target:
     """A causal language model of a supported family, frozen and in evaluation mode.
 
-    ``model`` is the transformers model. Raises PayloadError (kind "refused") for any other family.
+    ``model`` is the transformers model. ``compiled`` compiles its layers for `features`, one graph for all of them
+    and for each shape of the input. Raises PayloadError (kind "refused") for any other family.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, compiled: bool = False) -> None:
         _check_family(model.config.model_type)
         self.model = model.eval().requires_grad_(False)
-        if self.config._attn_implementation != "sdpa":
-            # Masks are given as booleans, which the eager implementation does not read.
-            self.model.set_attn_implementation("sdpa")
+        register()
+        self.model.set_attn_implementation(ATTENTION)
+        self._run_layer = torch.compile(_run_layer, dynamic=False, fullgraph=True) if compiled else _run_layer
         self._takes_cache_as = (
             "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         )
 
     @classmethod
-    def load(cls, spec: TargetSpec, device: torch.device | str = "cpu") -> Target:
+    def load(cls, spec: TargetSpec, device: torch.device | str = "cpu", compiled: bool = False) -> Target:
         """The model that ``spec`` names: a folder, a hub id, or a GGUF file in either.
 
         Raises PayloadError when it cannot be found or read, lacks weights, or is of no supported family.
@@ -63,9 +65,7 @@ class Target:
             config = AutoConfig.from_pretrained(name, **options)
             _check_family(config.model_type)
             if spec.random_weights:
-                with torch.device(device):
-                    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-                return cls(model)
+                return cls(random_model(config, dtype, device), compiled)
             model, report = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **options
             )
@@ -82,7 +82,7 @@ class Target:
                 f"the target {spec.model} lacks {len(missing)} weights, {missing[0]} first",
                 "the folder is incomplete or holds another architecture than its config.json says",
             )
-        return cls(model.to(device))
+        return cls(model.to(device), compiled)
 
     @property
     def config(self) -> Any:
@@ -127,10 +127,7 @@ class Target:
         sees earlier tokens of its own document alone, padding (-1) counting as one more document; without,
         all earlier tokens of its row, which is right for rows of one document padded on the right.
         """
-        states = self._layer_outputs(input_ids, max(layer_ids) + 1, document_ids, position_ids)
-        wanted = set(layer_ids)
-        kept = {index: hidden for index, hidden in enumerate(states) if index in wanted}
-        return torch.cat([kept[index] for index in layer_ids], dim=-1)
+        return self._collect(input_ids, layer_ids, max(layer_ids) + 1, document_ids, position_ids)[0]
 
     @torch.no_grad()
     def features_and_final(
@@ -143,11 +140,29 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """`features`, and the last norm's output [B, S, H], which the head turns into logits."""
         depth = len(self.model.model.layers)
-        states = list(self._layer_outputs(input_ids, depth, document_ids, position_ids))
-        features = torch.cat([states[index] for index in layer_ids], dim=-1)
-        final = self.model.model.norm(states[-1])
+        features, last = self._collect(input_ids, layer_ids, depth, document_ids, position_ids)
+        final = self.model.model.norm(last)
         assert isinstance(final, Tensor)
         return features, final
+
+    def _collect(
+        self,
+        input_ids: Tensor,
+        layer_ids: Sequence[int],
+        depth: int,
+        document_ids: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`features`, and the output [B, S, H] of the last of ``depth`` layers; no other output outlives its layer."""
+        width = self.embedding_weight.shape[1]
+        features = self.embedding_weight.new_empty(*input_ids.shape, len(layer_ids) * width)
+        slots = features.unflatten(-1, (len(layer_ids), width))
+        hidden = features[..., :0]
+        for index, hidden in enumerate(self._layer_outputs(input_ids, depth, document_ids, position_ids)):
+            for slot, wanted in enumerate(layer_ids):
+                if wanted == index:
+                    slots[:, :, slot] = hidden
+        return features, hidden
 
     def new_cache(self) -> Any:
         """An empty key/value cache that keeps every token: the newest can be taken back."""
@@ -208,18 +223,12 @@ class Target:
             )
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        masks: dict[int | None, Tensor | None] = {}
-        for window in {self._window(index) for index in range(depth)}:
-            masks[window] = document_mask(input_ids, document_ids, window)
+        windows = [self._window(index) for index in range(depth)]
+        masks = {window: mask_for(input_ids, document_ids, window) for window in set(windows)}
         hidden = base.embed_tokens(input_ids)
         rotary = base.rotary_emb(hidden, position_ids)
-        for index, layer in enumerate(base.layers[:depth]):
-            hidden = layer(
-                hidden,
-                attention_mask=masks[self._window(index)],
-                position_ids=position_ids,
-                position_embeddings=rotary,
-            )
+        for layer, window in zip(base.layers[:depth], windows, strict=True):
+            hidden = self._run_layer(layer, hidden, masks[window], rotary)
             yield hidden
 
     def _window(self, layer: int) -> int | None:
@@ -228,22 +237,21 @@ class Target:
         return int(self.config.sliding_window) if sliding else None
 
 
-def document_mask(input_ids: Tensor, document_ids: Tensor | None, window: int | None) -> Tensor | None:
-    """Who sees whom in the target, bool [B or 1, 1, S, S]; ``None`` where plain causal attention is all there
-    is.
+def _run_layer(layer: nn.Module, hidden: Tensor, mask: DocumentMask, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """One layer's output [B, S, H], from ``hidden[B, S, H]`` and the cosines and sines of its positions."""
+    output = layer(hidden, attention_mask=mask, position_embeddings=rotary)
+    assert isinstance(output, Tensor)
+    return output
 
-    ``window`` is how many tokens a sliding layer reaches back, the query's own counted.
-    """
-    if document_ids is None and (window is None or window >= input_ids.shape[1]):
-        return None
-    index = torch.arange(input_ids.shape[1], device=input_ids.device)
-    distance = index[:, None] - index[None, :]
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    if document_ids is None:
-        return visible[None, None]
-    return (visible & (document_ids[:, :, None] == document_ids[:, None, :]))[:, None]
+
+def random_model(config: Any, dtype: torch.dtype | str, device: torch.device | str) -> Any:
+    """A model of ``config`` with random weights, the same on every rank."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device(device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
 def _source(spec: TargetSpec) -> tuple[str, dict[str, Any]]:

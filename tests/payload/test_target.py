@@ -6,7 +6,7 @@ from torch import Tensor
 from payload.data.batch import positions_of
 from payload.errors import PayloadError
 from payload.recipe import TargetSpec
-from payload.target import Target, document_mask
+from payload.target import Target
 from tests.payload.tiny_targets import FAMILIES, tiny_model, tiny_target
 
 LAYERS = (1, 3, 4)
@@ -142,13 +142,6 @@ def test_cached_steps_continue_and_can_be_taken_back(family, changes):
     torch.testing.assert_close(torch.cat([first.features, second.features], dim=1), expected)
     torch.testing.assert_close(first.logits, logits[:, 8:9])
     torch.testing.assert_close(second.logits, logits[:, 9:])
-
-
-def test_the_mask_is_none_where_plain_causal_attention_will_do():
-    ids = _tokens(1, 6)
-    assert document_mask(ids, None, None) is None
-    assert document_mask(ids, None, 6) is None
-    assert document_mask(ids, None, 5) is not None
 
 
 def test_tied_embeddings_are_the_head():
