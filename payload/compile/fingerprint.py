@@ -21,7 +21,14 @@ from typing import Any
 PAYLOAD_ROOT = Path(__file__).resolve().parent.parent
 
 # Files and folders of the payload whose code ends up in compiled graphs or decides how they are compiled.
-COMPILED_SOURCES = ("drafter", "trainer/program.py", "compile/never_dense.py", "compile/guard.py")
+COMPILED_SOURCES = (
+    "drafter",
+    "target.py",
+    "target_attention.py",
+    "trainer/program.py",
+    "compile/never_dense.py",
+    "compile/guard.py",
+)
 
 # What of a recipe decides shapes, dtypes and graphs. None takes the whole section.
 SHAPE_FIELDS: Mapping[str, tuple[str, ...] | None] = {

@@ -22,7 +22,7 @@ from payload.drafter.config import DrafterConfig
 from payload.errors import PayloadError
 from payload.recipe import Recipe, TargetSpec
 from payload.target import Target
-from payload.trainer.program import TargetProgram, drafter_config_for
+from payload.trainer.program import TargetProgram, compiles_target, drafter_config_for
 from payload.trainer.ranks import StopSignal, say
 
 
@@ -48,7 +48,7 @@ def prepare_run(
     spec = recipe.target
     if spec.model == "demo":
         spec = replace(spec, model=str(ensure_demo_target(root, say, lambda: stop.received)))
-    target = Target.load(spec, device)
+    target = Target.load(spec, device, compiles_target(recipe, device))
     tokenizer = load_tokenizer(spec)
     config = drafter_config_for(recipe, target.config, tokenizer.mask_token_id)
     packed = run_dir / "data" / "packed.safetensors"

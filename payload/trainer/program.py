@@ -26,7 +26,7 @@ from payload.drafter.step import LossOutput, drafter_loss
 from payload.errors import PayloadError
 from payload.places import place, place_or_hub_name
 from payload.recipe import Recipe
-from payload.target import Target
+from payload.target import Target, random_model
 from payload.trainer.optimizer import MasterAdamW, whole_tensor
 from payload.trainer.transfer import Supply, SupplyShape
 
@@ -201,6 +201,14 @@ def supply_shape(recipe: Recipe, config: DrafterConfig, dtype: torch.dtype) -> S
     )
 
 
+def compiles_target(recipe: Recipe, device: torch.device) -> bool:
+    """Whether the target's layers are compiled: on a GPU, unless the recipe says ``compile: off``.
+
+    On a CPU their matrix products are all that takes time, and compiling them gains nothing.
+    """
+    return device.type == "cuda" and recipe.compile != "off"
+
+
 class StepProgram:
     """One rank's step on made-up inputs."""
 
@@ -242,7 +250,9 @@ def build_step(recipe: Recipe, role: Role, device: torch.device) -> StepProgram:
     target = drafter = None
     if role in ("target", "both"):
         target = TargetProgram(
-            _random_target(target_config, dtype, device), config.target_layer_ids, recipe.loss.kind == "kl"
+            Target(random_model(target_config, dtype, device), compiles_target(recipe, device)),
+            config.target_layer_ids,
+            recipe.loss.kind == "kl",
         )
     if role in ("drafter", "both"):
         weights = torch.randn(config.vocab_size, config.hidden_size, device=device, generator=generator).to(
@@ -294,15 +304,6 @@ def _target_dtype(recipe: Recipe, target_config: Any) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, recipe.target.dtype)
         return dtype
     return getattr(target_config, "dtype", None) or torch.float32
-
-
-def _random_target(target_config: Any, dtype: torch.dtype, device: torch.device) -> Target:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device(device):
-        return Target(
-            AutoModelForCausalLM.from_config(target_config, dtype=dtype, attn_implementation="sdpa")
-        )
 
 
 def _shard(drafter: DFlashDrafter, group: dist.ProcessGroup | None, device: torch.device) -> None:
