@@ -32,7 +32,7 @@ from payload.trainer.drafter_side import DrafterSide
 from payload.trainer.heldout import HeldOut, held_out_prompts
 from payload.trainer.metrics import MetricsLog
 from payload.trainer.preparation import Prepared, prepare_run
-from payload.trainer.program import DrafterProgram, TargetProgram, supply_shape
+from payload.trainer.program import DrafterProgram, TargetProgram, compiles_target, supply_shape
 from payload.trainer.ranks import Pace, Ranks, StopSignal, join, leave, say, subgroup
 from payload.trainer.reporting import EXIT_FAILED, EXIT_STOPPED, RunReport
 from payload.trainer.roles import Roles, roles_of
@@ -93,7 +93,7 @@ def _train(
         prepared, target = prepare_run(recipe, run_dir, _root_of(run_dir), ranks.device, stop)
     prepared = ranks.broadcast_object(prepared, roles.lead_target)
     if is_target and target is None:
-        target = Target.load(prepared.target, ranks.device)
+        target = Target.load(prepared.target, ranks.device, compiles_target(recipe, ranks.device))
     head, embedding = _share_weights(prepared, target, ranks, roles)
 
     identity = f"{recipe.digest()}-{prepared.data_sha256[:16]}"
