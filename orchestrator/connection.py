@@ -33,6 +33,9 @@ KEEPALIVE_S = 10
 SILENT_PEER_S = 40
 """A peer that acknowledges nothing for this long is taken for dead (TCP_USER_TIMEOUT, and open channels)."""
 CONNECT_ATTEMPTS = 3
+MOST_SESSIONS = 8
+"""Commands at a time on one connection: sshd allows ten (MaxSessions), and counts one for a moment after its end."""
+SESSION_ATTEMPTS = 6
 STDOUT_LIMIT_BYTES = 64 * 1024 * 1024
 _READ_BYTES = 256 * 1024
 _POLL_S = 0.25
@@ -57,7 +60,11 @@ class Completed:
 
 
 class Connection:
-    """A connection to one host, opened at first use. Not to be shared between threads."""
+    """A connection to one host, opened at first use. Threads may share it: each command is a session of its own.
+
+    A command that fails takes the connection down with it, since the link may be dead, unless others are at work
+    on it: those go on, or notice for themselves.
+    """
 
     def __init__(
         self, name: str, settings: HostSettings, notify: Callable[[str], None] = lambda _: None
@@ -66,6 +73,10 @@ class Connection:
         self.settings = settings
         self._notify = notify
         self._fabric: fabric.Connection | None = None
+        self._opening = threading.Lock()
+        self._slots = threading.BoundedSemaphore(MOST_SESSIONS)
+        self._counting = threading.Lock()
+        self._sessions = 0
 
     def __enter__(self) -> Connection:
         return self
@@ -76,10 +87,17 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        if self._fabric is not None:
-            connection, self._fabric = self._fabric, None
+        connection, self._fabric = self._fabric, None
+        if connection is not None:
             with contextlib.suppress(Exception):
                 connection.close()
+
+    def _give_up(self) -> None:
+        """Close after a failure, unless another thread's command is at work on the connection."""
+        with self._counting:
+            if self._sessions > 1:
+                return
+        self.close()
 
     def run(
         self,
@@ -99,6 +117,23 @@ class Connection:
         ``stdin`` cannot be read; and whatever ``on_stdout`` raises.
         """
         command = quote(argv)
+        with self._slots:
+            with self._counting:
+                self._sessions += 1
+            try:
+                return self._run(command, stdin, on_stdout, timeout_s, idle_timeout_s)
+            finally:
+                with self._counting:
+                    self._sessions -= 1
+
+    def _run(
+        self,
+        command: bytes,
+        stdin: bytes | Iterable[bytes],
+        on_stdout: BytesSink | None,
+        timeout_s: float | None,
+        idle_timeout_s: float | None,
+    ) -> Completed:
         channel = self._open_channel()
         sender = _StdinSender(channel, stdin)
         try:
@@ -107,10 +142,10 @@ class Connection:
             stdout, stderr = self._read(channel, on_stdout, timeout_s, idle_timeout_s)
             status = channel.recv_exit_status() if channel.status_event.wait(SILENT_PEER_S) else -1
         except _SinkFailed as failed:
-            self.close()
+            self._give_up()
             raise failed.error from None
         except (paramiko.SSHException, EOFError, OSError) as error:
-            self.close()
+            self._give_up()
             raise TransportError(
                 f"The link to {self.name} broke during a command: {error or type(error).__name__}.",
                 "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
@@ -120,7 +155,7 @@ class Connection:
             with contextlib.suppress(Exception):
                 channel.close()
         if status == -1:
-            self.close()
+            self._give_up()
             raise TransportError(
                 f"The link to {self.name} ended before the command's exit status came.",
                 "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
@@ -176,32 +211,46 @@ class Connection:
                 selector.select(_POLL_S)
 
     def _too_late(self, what: str) -> TransportError:
-        self.close()
+        self._give_up()
         return TransportError(
             f"A command on {self.name} {what}.",
             "What ran on the host may go on: look with `status` before a second try.",
         )
 
     def _open_channel(self) -> paramiko.Channel:
-        transport = self._open().transport
+        retrying = tenacity.Retrying(
+            # sshd frees a session a moment after its client has closed it.
+            retry=tenacity.retry_if_exception_type(paramiko.ChannelException),
+            stop=tenacity.stop_after_attempt(SESSION_ATTEMPTS),
+            wait=tenacity.wait_exponential_jitter(multiplier=0.05, max=1, jitter=0.2),
+            reraise=True,
+        )
         try:
-            return transport.open_session(timeout=SILENT_PEER_S)
+            return retrying(self._open().transport.open_session, timeout=SILENT_PEER_S)
+        except paramiko.ChannelException as error:
+            raise self._no_session(error) from error
         except (paramiko.SSHException, EOFError, OSError):
             # The connection died since its last use: nothing was sent on this channel, so a second try is safe.
-            self.close()
+            self._give_up()
         try:
             return self._open().transport.open_session(timeout=SILENT_PEER_S)
         except (paramiko.SSHException, EOFError, OSError) as error:
-            self.close()
-            raise TransportError(
-                f"{self.name} refused another session: {error}.",
-                "sshd's MaxSessions may be reached; try again.",
-            ) from error
+            raise self._no_session(error) from error
+
+    def _no_session(self, error: Exception) -> TransportError:
+        self._give_up()
+        return TransportError(
+            f"{self.name} refused another session: {error}.", "sshd's MaxSessions may be reached; try again."
+        )
 
     def _open(self) -> fabric.Connection:
-        if self._fabric is not None and self._fabric.is_connected:
+        with self._opening:
+            if self._fabric is None or not self._fabric.is_connected:
+                self.close()
+                self._fabric = self._connect_with_patience()
             return self._fabric
-        self.close()
+
+    def _connect_with_patience(self) -> fabric.Connection:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Retryable),
             stop=tenacity.stop_after_attempt(CONNECT_ATTEMPTS),
@@ -212,10 +261,9 @@ class Connection:
             reraise=True,
         )
         try:
-            self._fabric = retrying(self._connect)
+            return retrying(self._connect)
         except _Retryable as error:
             raise TransportError(error.message, error.hint) from error.__cause__
-        return self._fabric
 
     def _connect(self) -> fabric.Connection:
         settings = self.settings

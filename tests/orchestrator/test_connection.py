@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import asyncssh
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 
 from orchestrator.connection import Connection, quote
 from orchestrator.errors import TransportError, UsageError
-from orchestrator.inventory import Destination, HostSettings
+from orchestrator.inventory import Destination, HostSettings, load_inventory, resolve
+from orchestrator.localnode import node
+from orchestrator.localnode.server import ServerOptions
 
 ECHO_ARGUMENTS = "import json, os, sys; print(json.dumps([list(os.fsencode(a)) for a in sys.argv[1:]]))"
 
@@ -243,3 +246,23 @@ def test_an_error_of_whoever_takes_the_output_is_not_taken_for_the_links(connect
 def shared(destination: Destination) -> Connection:
     """One connection for all examples of a property."""
     return Connection("local", destination.host)
+
+
+def test_threads_share_a_connection_within_the_hosts_limit_of_sessions(tmp_path: Path) -> None:
+    info = node.start(tmp_path / "node", options=ServerOptions(max_sessions=10, max_startups=10))
+    try:
+        host = resolve(load_inventory(info.inventory), "local", "200", info.inventory).host
+        with Connection("local", host) as connection, ThreadPoolExecutor(30) as pool:
+            said = list(pool.map(lambda number: connection.run(["echo", str(number)]).stdout, range(60)))
+    finally:
+        node.stop(tmp_path / "node")
+    assert said == [f"{number}\n".encode() for number in range(60)]
+
+
+def test_a_command_that_is_given_up_leaves_the_others_of_its_connection_alone(connection: Connection) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(connection.run, ["sh", "-c", "sleep 2; echo done"])
+        time.sleep(0.3)
+        with pytest.raises(TransportError, match="did not end within"):
+            connection.run(["sleep", "60"], timeout_s=0.5)
+        assert other.result(30).stdout == b"done\n"
