@@ -9,9 +9,11 @@ from typing import Any
 import tenacity
 
 from orchestrator.agent import Agent
+from orchestrator.checks import judge, needs_of
 from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
 from orchestrator.deploy import deploy
+from orchestrator.doctor import look, refuse_if_unfit, summary, try_cuda
 from orchestrator.errors import RefusedError, RemoteError, TransportError
 from orchestrator.recipes import job_gpus
 from orchestrator.records import RunRecord, new_run_id, save_record
@@ -35,23 +37,42 @@ class Prepared:
 
 
 def prepare(
-    container: Container, recipe: Recipe, console: Console, *, wheelhouse: bool = False, cold: bool = False
+    container: Container,
+    recipe: Recipe,
+    console: Console,
+    *,
+    wheelhouse: bool = False,
+    cold: bool = False,
+    anyway: bool = False,
 ) -> Prepared:
     """Do what is missing of the steps before training. What is there already costs a question each.
 
-    ``cold`` leaves warmup out.
-    Raises :class:`RefusedError` when a job runs in the container, before anything but the release is touched.
+    ``cold`` leaves warmup out; ``anyway`` goes on where the preflight found errors.
+    Raises :class:`RefusedError` when a job runs in the container or it is not fit for one, before anything but the
+    release is touched; what only the venv can tell, CUDA's start, is asked once it is there.
     """
     with console.step("deploy") as report:
         deployed = deploy(container, report)
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
     agent = Agent.of_release(container, deployed.release)
     refuse_while_a_job_runs(agent)
+    needs = needs_of(container.settings, container.destination.container_id, recipe)
+    with console.step("check") as report:
+        seen = look(agent, needs, report)
+        findings = judge(seen, needs)
+        refuse_if_unfit(container, findings, anyway=anyway, report=report)
+        report.outcome = summary(findings)
     with console.step("venv") as report:
         built = build_venv(container, agent, report, wheelhouse=wheelhouse)
         report.outcome = f"venv {built.venv}, torch {built.torch_version}" + (
             " built" if built.created else " was there"
         )
+    if needs.gpus:
+        with console.step("cuda") as report:
+            seen = try_cuda(agent, needs, seen, report, release=deployed.release, venv=built.venv)
+            findings = [finding for finding in judge(seen, needs) if finding.check == "cuda"]
+            refuse_if_unfit(container, findings, anyway=anyway, report=report)
+            report.outcome = "; ".join(finding.seen for finding in findings)
     if cold:
         return Prepared(agent, deployed.release, built.venv, None)
     with console.step("warmup") as report:
@@ -157,7 +178,7 @@ def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepR
 def torchrun_command(root: str, run_id: str, world_size: int, *, cold: bool = False) -> list[str]:
     """The job's arguments after the venv's python: one process per GPU under torchrun."""
     return [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)),
+        *("-m", "payload.trainer.launch", "--standalone", "--nproc-per-node", str(world_size)),
         *("-m", "payload.trainer", "--spec", f"{root}/runs/{run_id}/spec.json"),
         *(["--cold-ok"] if cold else []),
     ]

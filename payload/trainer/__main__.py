@@ -1,6 +1,6 @@
 """The job, as torchrun starts it on every rank::
 
-    python -m torch.distributed.run --standalone --nproc-per-node N -m payload.trainer --spec spec.json
+    python -m payload.trainer.launch --standalone --nproc-per-node N -m payload.trainer --spec spec.json
 
 The run's folder is the one that holds the spec. Exit status: 0 finished, 1 failed, 143 stopped by SIGTERM after a
 checkpoint.
@@ -22,7 +22,13 @@ def main() -> int:
     _prepare_environment()
     from payload.trainer.job import run_job
 
-    return run_job(arguments.spec, cold_ok=arguments.cold_ok)
+    status = run_job(arguments.spec, cold_ok=arguments.cold_ok)
+    if status != 0:
+        # Others may be gone already: what torch would still do in order at exit could wait for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _prepare_environment() -> None:

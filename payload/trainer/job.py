@@ -29,52 +29,90 @@ from payload.trainer.checkpoint import (
     read_progress,
 )
 from payload.trainer.drafter_side import DrafterSide
+from payload.trainer.failure import EXIT_FAILED, EXIT_STOPPED, EarlyEnd, Failure, tell
 from payload.trainer.heldout import HeldOut, held_out_prompts
 from payload.trainer.metrics import MetricsLog
 from payload.trainer.preparation import Prepared, prepare_run
 from payload.trainer.program import DrafterProgram, TargetProgram, compiles_target, supply_shape
 from payload.trainer.ranks import Pace, Ranks, StopSignal, join, leave, say, subgroup
-from payload.trainer.reporting import EXIT_FAILED, EXIT_STOPPED, RunReport
+from payload.trainer.reporting import RunReport
 from payload.trainer.roles import Roles, roles_of
 from payload.trainer.run import Groups, Run
 from payload.trainer.target_side import TargetSide, run_target
 
+_PATIENCE_S = 3.0
+"""How long a rank whose collective failed waits to hear that another rank was the cause."""
+
 
 def run_job(spec_path: Path, cold_ok: bool = False) -> int:
-    """Run this rank's part. Errors that a person can act on are said in words, on the log, without a traceback."""
+    """Run this rank's part to its exit status. What a person can act on is said in words, without a traceback."""
     try:
-        return _run(spec_path.resolve(), cold_ok)
+        spec = _read_spec(spec_path)
+        recipe = recipe_from_dict(spec["recipe"], str(spec_path))
+        ranks = join()
     except PayloadError as error:
-        say(f"error: {error}")
+        tell(Failure("", error.message, error.hint))
         return EXIT_FAILED
-    except Exception:  # noqa: BLE001 - the log must hold what went wrong, before torchrun ends the other ranks
-        traceback.print_exc()
-        sys.stderr.flush()
-        return EXIT_FAILED
-
-
-def _run(spec_path: Path, cold_ok: bool) -> int:
-    spec = _read_spec(spec_path)
-    recipe = recipe_from_dict(spec["recipe"], str(spec_path))
-    run_dir = spec_path.parent
-    ranks = join()
+    stop, early_end = StopSignal(ranks.store), EarlyEnd(ranks.store)
+    stop.install()
+    early_end.watch()
     try:
         roles = roles_of(recipe, ranks.world_size)
         require_warm(spec, ranks.device.type, cold_ok)
         _use_cores(ranks, spec["recipe"])
-        stop = StopSignal(ranks.store)
-        stop.install()
         groups = Groups(
             drafters=subgroup(roles.drafters),
             targets=subgroup(roles.targets),
             evaluation=subgroup([roles.lead_drafter, *roles.targets]),
         )
-        status = _train(recipe, spec, run_dir, ranks, roles, groups, stop)
+        status = _train(recipe, spec, spec_path.resolve().parent, ranks, roles, groups, stop)
         # All leave together and alike: the store may live in a rank, and the lead drafter knows how it ended.
         agreed: int = ranks.broadcast_object(status, roles.lead_drafter)
-        return agreed
-    finally:
-        leave()
+    except Exception as error:  # noqa: BLE001 - the one place where a rank's failure is told
+        return _leave_early(error, recipe, ranks, stop, early_end)
+    early_end.unwatch()
+    leave()
+    return agreed
+
+
+def _leave_early(
+    error: Exception, recipe: Recipe, ranks: Ranks, stop: StopSignal, early_end: EarlyEnd
+) -> int:
+    """Tell what happened, unless this rank only suffers from what happened elsewhere; returns the exit status.
+
+    The process groups are left as they are: to part in order takes all ranks.
+    """
+    early_end.unwatch()
+    if isinstance(error, RuntimeError):
+        # What a collective raises when a rank at its other end is gone; that rank, or its death, is told elsewhere.
+        elsewhere = early_end.await_status(_PATIENCE_S, or_else=lambda: stop.received)
+        if elsewhere is not None or stop.received:
+            return EXIT_FAILED if elsewhere is None else elsewhere
+    status = EXIT_STOPPED if stop.received and isinstance(error, PayloadError) else EXIT_FAILED
+    if status == EXIT_STOPPED:
+        say(str(error))
+    elif isinstance(error, PayloadError):
+        tell(Failure(_who(recipe, ranks), error.message, error.hint))
+    else:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        tell(
+            Failure(
+                _who(recipe, ranks),
+                f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+                "This is unexpected: its traceback is above.",
+            )
+        )
+    early_end.give(status)
+    return status
+
+
+def _who(recipe: Recipe, ranks: Ranks) -> str:
+    if ranks.world_size == 1:
+        return ""
+    roles = {"target": recipe.topology.targets, "drafter": recipe.topology.drafters}
+    own = " and ".join(role for role, members in roles.items() if ranks.rank in members) or "no role"
+    return f"rank {ranks.rank} of {ranks.world_size} ({own})"
 
 
 def _train(

@@ -12,13 +12,11 @@ from payload.decode import Acceptance
 from payload.errors import PayloadError
 from payload.recipe import Recipe
 from payload.trainer.checkpoint import Progress
+from payload.trainer.failure import EXIT_FAILED, EXIT_STOPPED
 from payload.trainer.metrics import MetricsLog, Totals, drafter_step_flops, peak_flops
 from payload.trainer.ranks import say
 from payload.trainer.run import Run
 from payload.trainer.schedule import learning_rate
-
-EXIT_FAILED = 1
-EXIT_STOPPED = 143
 
 _IMPROVED_RATIO = 1.5
 """How far the accepted length must rise above its start for ``train.assert_improves``."""

@@ -24,8 +24,8 @@ from payload.recipe import Recipe, recipe_from_dict
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The server has torch and transformers imported already, so that a rank starts in a fraction of a second.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["payload.trainer.job", "transformers.models.qwen3.modeling_qwen3"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["payload.trainer.job", "transformers.models.qwen3.modeling_qwen3"])
 
 
 def save_tiny_target(folder: Path) -> Path:
@@ -131,7 +131,7 @@ def started(run_dir: Path, recipe: Recipe, **spec: Any) -> Iterator[Job]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        _context.Process(target=_rank, args=(rank, world_size, port, run_dir)) for rank in range(world_size)
+        context.Process(target=_rank, args=(rank, world_size, port, run_dir)) for rank in range(world_size)
     ]
     for process in processes:
         process.start()

@@ -200,7 +200,7 @@ def test_a_job_of_the_wrong_size_says_which_size_it_needs(tiny_target_folder: Pa
     (tmp_path / "spec.json").write_text(json.dumps(wrong))
     from tests.payload.trainer import jobs
 
-    process = jobs._context.Process(target=jobs._rank, args=(0, 1, 0, tmp_path))
+    process = jobs.context.Process(target=jobs._rank, args=(0, 1, 0, tmp_path))
     process.start()
     process.join(60)
     assert process.exitcode == 1
