@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from payload.drafter.anchors import Anchors
+from payload.drafter.row_slope import divergence_slope, row_slope
 from payload.errors import PayloadError
 
 _GAMMA_BY_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
@@ -39,7 +40,7 @@ class LossConfig:
     kind: Literal["ce", "dpace", "kl"] = "ce"
     gamma: float | None = None
     dpace_alpha: float = 0.5
-    chunk_rows: int = 4096
+    chunk_rows: int = 5120
 
     def __post_init__(self) -> None:
         if self.kind not in ("ce", "dpace", "kl"):
@@ -151,69 +152,69 @@ def draft_loss(
     ``hidden[G, L, H]`` of the drafter after its final norm; ``head_weight[V, H]`` of the target, frozen: it
     gets no gradient; ``labels[G, L]`` int64; ``counted[G, L]`` bool; ``teacher[G, L, H]``, only for ``kl``:
     the target's normed final hidden states that predict the same tokens. The gradient for ``hidden`` is
-    computed chunk by chunk together with the loss, so that no logits wait for the backward pass.
+    computed chunk by chunk together with the loss, so that no logits wait for the backward pass. Weights come
+    after it, whatever they depend on: the gradient of a weighted row is the row's gradient times its weight.
     """
     if config.kind == "kl":
-        _required(teacher)
-    wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
-    outputs = _ChunkedHeadLoss.apply(
-        hidden.to(head_weight.dtype), head_weight, labels, counted, teacher, config, wants_gradient
+        teacher = _required(teacher).flatten(0, 1)
+    rows = hidden.to(head_weight.dtype).flatten(0, 1)
+    losses, predicted = _HeadLoss.apply(
+        rows,
+        head_weight,
+        labels.flatten(),
+        teacher if config.kind == "kl" else None,
+        config.chunk_rows,
+        torch.is_grad_enabled() and hidden.requires_grad,
     )
-    return DraftLoss(*outputs)
+    losses = losses.view(labels.shape)
+    # Only D-PACE's weights look at the losses, which then are cross-entropies.
+    weights = slot_weights(losses.detach(), counted, config, block_size=labels.shape[1] + 1)
+    correct = (predicted.view(labels.shape) == labels) & counted
+    return DraftLoss((weights * losses).sum(), weights.sum(), correct)
 
 
-class _ChunkedHeadLoss(torch.autograd.Function):
+class _HeadLoss(torch.autograd.Function):
+    """The loss of each row of ``hidden[R, H]`` and its likeliest token: ``losses[R]``, ``predicted[R]``.
+
+    Cross-entropy with ``labels[R]``, or with ``teacher[R, H]`` KL(teacher's distribution || this row's).
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         head_weight: Tensor,
         labels: Tensor,
-        counted: Tensor,
         teacher: Tensor | None,
-        config: LossConfig,
+        chunk_rows: int,
         wants_gradient: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        slots = labels.shape[1]
-        blocks = max(1, config.chunk_rows // slots)  # whole blocks: D-PACE's weights look along a block
-        teachers = [None] * -(-len(hidden) // blocks) if teacher is None else teacher.split(blocks)
-        sums, weight_sums, corrects, gradients = [], [], [], []
-        for h, label, count, t in zip(
-            hidden.split(blocks), labels.split(blocks), counted.split(blocks), teachers, strict=True
+    ) -> tuple[Tensor, Tensor]:
+        teachers = [None] * -(-len(hidden) // chunk_rows) if teacher is None else teacher.split(chunk_rows)
+        losses, predicted, gradients = [], [], []
+        for rows, label, of_target in zip(
+            hidden.split(chunk_rows), labels.split(chunk_rows), teachers, strict=True
         ):
-            logits = _wide(_one_product(h, head_weight.T))
-            log_norm = logits.logsumexp(-1, keepdim=True)
-            cross_entropy = (log_norm - logits.gather(-1, label[..., None]))[..., 0]
-            weights = slot_weights(cross_entropy, count, config, block_size=slots + 1)
-            if config.kind == "kl":
-                target = _wide(_one_product(_required(t), head_weight.T)).log_softmax(-1)
-                aim = target.exp()
-                loss = (aim * (target - logits + log_norm)).sum(-1)
-            else:
-                loss = cross_entropy
-            sums.append((weights * loss).sum())
-            weight_sums.append(weights.sum())
-            corrects.append((logits.argmax(-1) == label) & count)
+            logits = rows @ head_weight.T
+            found = (
+                row_slope(logits, label)
+                if of_target is None
+                else divergence_slope(logits, of_target @ head_weight.T)
+            )
+            losses.append(found.loss)
+            predicted.append(found.predicted)
             if wants_gradient:
-                slope = torch.exp(logits - log_norm)
-                if config.kind == "kl":
-                    slope = slope - aim
-                else:
-                    slope = slope.scatter_add(
-                        -1, label[..., None], -torch.ones_like(cross_entropy)[..., None]
-                    )
-                gradients.append(_one_product((slope * weights[..., None]).to(h.dtype), head_weight))
+                gradients.append(found.slope @ head_weight)
         if wants_gradient:
             ctx.save_for_backward(torch.cat(gradients))
-        weight_sum, correct = torch.stack(weight_sums).sum(), torch.cat(corrects)
-        ctx.mark_non_differentiable(weight_sum, correct)
-        return torch.stack(sums).sum(), weight_sum, correct
+        predictions = torch.cat(predicted)
+        ctx.mark_non_differentiable(predictions)
+        return torch.cat(losses), predictions
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_sum_grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_losses: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * loss_sum_grad.to(gradient.dtype), *(None,) * 6)
+        return ((gradient * grad_losses[:, None]).to(gradient.dtype), *(None,) * 5)
 
 
 def simulated_accepted_length(accepted_by_position: Tensor, count_by_position: Tensor) -> Tensor:
@@ -225,14 +226,6 @@ def simulated_accepted_length(accepted_by_position: Tensor, count_by_position: T
     """
     reached = accepted_by_position[1:] / count_by_position[1:].clamp(min=1)
     return 1 + reached.sum()
-
-
-def _one_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x[G, L, M] @ matrix[M, N]``, all rows in one matrix product.
-
-    Of a slice of blocks that is not contiguous torch makes one small product for each block, many times slower.
-    """
-    return (x.reshape(-1, x.shape[-1]) @ matrix).view(*x.shape[:-1], -1)
 
 
 def _wide(x: Tensor) -> Tensor:

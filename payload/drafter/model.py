@@ -5,6 +5,9 @@ The context is the target's features, projected once (``fc``, ``hidden_norm``) a
 its own key and value projections. The block is the embedding of an anchor token followed by K - 1 mask
 tokens. Token embeddings and the output head belong to the target and are no part of this module.
 
+`DFlashDrafter.forward` is what training runs. It computes only what the loss depends on, and what reads the
+same input in one matrix product: `reference_hidden` is the same function written down plainly.
+
 Parameters may be of another dtype than the computation (fp32 masters under bf16): each is cast where it is
 used, to the dtype of the activations. Names of parameters are z-lab's (58 of them for 5 layers). Source of
 the architecture: z-lab/dflash ``dflash/model.py``.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,24 @@ from payload.drafter.masks import Mask
 Rotary = tuple[Tensor, Tensor]
 
 
+class BlockEmbeddings(NamedTuple):
+    """What the slots of the blocks hold: ``anchors[B, A, H]``, one in slot 0 of each block, and ``mask[H]`` in all
+    others."""
+
+    anchors: Tensor
+    mask: Tensor
+
+    def rows(self) -> Tensor:
+        """Each embedding once, [B*A + 1, H], the mask's last."""
+        return torch.cat([self.anchors.flatten(0, 1), self.mask[None]])
+
+    def spread(self, rows: Tensor, block_size: int) -> Tensor:
+        """Slots [B, A*K, N] of ``rows[B*A + 1, N]``, one for each embedding."""
+        anchors = rows[:-1].view(*self.anchors.shape[:2], 1, -1)
+        masks = rows[-1].expand(*self.anchors.shape[:2], block_size - 1, -1)
+        return torch.cat([anchors, masks], dim=2).flatten(1, 2)
+
+
 class Linear(nn.Linear):
     """A bias-free linear map computed in the dtype of its input."""
 
@@ -35,6 +56,12 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
+
+
+def joined(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
+    """The output of each of several maps of ``x``, in one matrix product."""
+    weight = torch.cat([one.weight.to(x.dtype) for one in maps])
+    return F.linear(x, weight).split([one.out_features for one in maps], dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -63,6 +90,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
+    def joined(self, x: Tensor) -> Tensor:
+        """`forward` with one product for gate and up."""
+        gate, up = joined(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
+
 
 class Attention(nn.Module):
     """Grouped-query attention with per-head normalisation of queries and keys."""
@@ -88,6 +120,19 @@ class Attention(nn.Module):
         keys = rotate(self.k_norm(self._heads(self.k_proj(x))), rotary).transpose(1, 2)
         return keys, self._heads(self.v_proj(x)).transpose(1, 2)
 
+    def seen(self, query: Tensor, keys: Tensor, values: Tensor, rotary: Rotary, mask: Mask) -> Tensor:
+        """What the queries find, [B, L, heads * D], before it is projected back.
+
+        ``query[B, L, heads * D]`` and ``keys, values[B, S + L, kv heads * D]`` are as projected; the queries stand
+        where the last L keys stand.
+        """
+        length = query.shape[1]
+        own_rotary = (rotary[0][:, -length:], rotary[1][:, -length:])
+        rotated_query = rotate(self.q_norm(self._heads(query)), own_rotary).transpose(1, 2)
+        rotated_keys = rotate(self.k_norm(self._heads(keys)), rotary).transpose(1, 2)
+        found = attend(rotated_query, rotated_keys, self._heads(values).transpose(1, 2), mask)
+        return found.transpose(1, 2).flatten(2)
+
     def output(self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
         """What the queries find, projected back to [B, L, H]."""
         return self.o_proj(attend(query, keys, values, mask).transpose(1, 2).flatten(2))
@@ -108,9 +153,46 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
+        self,
+        hidden: Tensor | BlockEmbeddings,
+        context: Tensor,
+        rotary: Rotary,
+        mask: Mask,
+        block_size: int,
+        drafted_only: bool,
+    ) -> Tensor:
+        """The blocks after this layer, [B, L, H], given projected ``context[B, S, H]``.
+
+        ``hidden`` is [B, L, H], or the embeddings, whose repeated row is then projected once. ``rotary`` is that
+        of context and blocks. With ``drafted_only`` the result is [B, A, K - 1, H], without slot 0 of each block.
+        """
+        attention = self.self_attn
+        maps = (attention.q_proj, attention.k_proj, attention.v_proj)
+        if isinstance(hidden, BlockEmbeddings):
+            embeddings, rows = hidden, hidden.rows()
+            projected = joined(self.input_layernorm(rows), *maps)
+            query, key, value = (embeddings.spread(each, block_size) for each in projected)
+            own = embeddings.spread(rows, block_size)
+        else:
+            query, key, value = joined(self.input_layernorm(hidden), *maps)
+            own = hidden
+        context_key, context_value = joined(context, attention.k_proj, attention.v_proj)
+        found = attention.seen(
+            query,
+            torch.cat([context_key, key], dim=1),
+            torch.cat([context_value, value], dim=1),
+            rotary,
+            mask,
+        )
+        if drafted_only:
+            found, own = drafted_slots(found, block_size), drafted_slots(own, block_size)
+        own = own + attention.o_proj(found)
+        return own + self.mlp.joined(self.post_attention_layernorm(own))
+
+    def reference(
         self, hidden: Tensor, context: Tensor, block_rotary: Rotary, all_rotary: Rotary, mask: Mask
     ) -> Tensor:
-        """``hidden[B, L, H]`` of the blocks after this layer, given projected ``context[B, S, H]``."""
+        """`forward` for ``hidden[B, L, H]`` and all slots, written plainly."""
         normed = self.input_layernorm(hidden)
         query = self.self_attn.queries(normed, block_rotary)
         keys, values = self.self_attn.keys_values(torch.cat([context, normed], dim=1), all_rotary)
@@ -168,25 +250,27 @@ class DFlashDrafter(nn.Module):
         self,
         features: Tensor,
         context_positions: Tensor,
-        block_embeddings: Tensor,
+        embeddings: BlockEmbeddings,
         block_positions: Tensor,
         mask: dict[str, Mask],
     ) -> Tensor:
-        """Hidden states of all blocks after the final norm, [B, A*K, H], in the dtype of
-        ``block_embeddings``.
+        """Hidden states of the drafted slots (all but slot 0 of each block) after the final norm, [B, A, K - 1, H], in
+        the dtype of ``embeddings``.
 
         ``features[B, S, n*H]``; ``context_positions[B, S]`` and ``block_positions[B, A*K]`` int64, positions
-        inside the document; ``block_embeddings[B, A*K, H]``; ``mask`` one for each layer type
-        (`masks.build_masks`).
+        inside the document; ``mask`` one for each layer type (`masks.build_masks`).
         """
-        context = self.project_context(features.to(block_embeddings.dtype))
+        embeddings = BlockEmbeddings(*embeddings)
+        context = self.project_context(features.to(embeddings.mask.dtype))
         positions = torch.cat([context_positions, block_positions], dim=1)
-        all_rotary = rotary_table(positions, self.config, context.dtype)
-        start = context.shape[1]
-        block_rotary = (all_rotary[0][:, start:], all_rotary[1][:, start:])
-        hidden = block_embeddings
-        for layer in self._typed_layers():
-            hidden = layer(hidden, context, block_rotary, all_rotary, mask[layer.layer_type])
+        rotary = rotary_table(positions, self.config, context.dtype)
+        hidden: Tensor | BlockEmbeddings = embeddings
+        last = self.config.num_layers - 1
+        for index, layer in enumerate(self._typed_layers()):
+            hidden = layer(
+                hidden, context, rotary, mask[layer.layer_type], self.config.block_size, index == last
+            )
+        assert isinstance(hidden, Tensor)
         return self.norm(hidden)
 
     def _typed_layers(self) -> Iterable[Layer]:
@@ -223,6 +307,33 @@ class DFlashDrafter(nn.Module):
         for index, layer in enumerate(self._typed_layers()):
             hidden = layer.draft(hidden, cache.filled(index), rotary, masks[layer.layer_type])
         return self.norm(hidden)
+
+
+def reference_hidden(
+    drafter: DFlashDrafter,
+    features: Tensor,
+    context_positions: Tensor,
+    embeddings: BlockEmbeddings,
+    block_positions: Tensor,
+    mask: dict[str, Mask],
+) -> Tensor:
+    """`DFlashDrafter.forward` written plainly: every slot through every layer, each map by itself."""
+    size = drafter.config.block_size
+    context = drafter.project_context(features.to(embeddings.mask.dtype))
+    rotary = rotary_table(
+        torch.cat([context_positions, block_positions], dim=1), drafter.config, context.dtype
+    )
+    start = context.shape[1]
+    block_rotary = (rotary[0][:, start:], rotary[1][:, start:])
+    hidden = embeddings.spread(embeddings.rows(), size)
+    for layer in drafter._typed_layers():
+        hidden = layer.reference(hidden, context, block_rotary, rotary, mask[layer.layer_type])
+    return drafted_slots(drafter.norm(hidden), size)
+
+
+def drafted_slots(x: Tensor, block_size: int) -> Tensor:
+    """``x[B, A*K, N]`` without slot 0 of each block, [B, A, K - 1, N]."""
+    return x.unflatten(1, (-1, block_size))[:, :, 1:]
 
 
 def rotary_table(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) -> Rotary:

@@ -12,6 +12,7 @@ from payload.drafter.attention import Kernel, kernel_for
 from payload.drafter.config import DrafterConfig
 from payload.drafter.loss import LossConfig, block_labels, draft_loss
 from payload.drafter.masks import Mask, build_masks
+from payload.drafter.model import BlockEmbeddings
 
 
 class TokenBatch(Protocol):
@@ -29,10 +30,10 @@ class TokenBatch(Protocol):
 
 
 class BlockInputs(NamedTuple):
-    """What the blocks of a batch are: embeddings [B, A*K, H], positions [B, A*K], a mask for each layer type,
-    labels [B, A, K] and which of them count [B, A, K]."""
+    """What the blocks of a batch are: embeddings, positions [B, A*K], a mask for each layer type, labels [B, A, K]
+    and which of them count [B, A, K]."""
 
-    embeddings: Tensor
+    embeddings: BlockEmbeddings
     positions: Tensor
     masks: dict[str, Mask]
     labels: Tensor
@@ -89,14 +90,16 @@ def block_inputs(
 ) -> BlockInputs:
     """Everything that the blocks of ``anchors`` need besides the features; no gradient flows through it."""
     size = config.block_size
-    rows, count = anchors.positions.shape
     offsets = torch.arange(size, device=anchors.positions.device)
     anchor_tokens = batch.input_ids.gather(1, anchors.positions)
-    embeddings = _block_embeddings(embedding_weight, anchor_tokens, config.mask_token_id, size, dtype)
+    embeddings = BlockEmbeddings(
+        anchors=embedding_weight[anchor_tokens].to(dtype).detach(),
+        mask=embedding_weight[config.mask_token_id].to(dtype).detach(),
+    )
     positions = batch.position_ids.gather(1, anchors.positions)[:, :, None] + offsets
     labels, counted = block_labels(batch.input_ids, batch.loss_mask, batch.document_ids, anchors, size)
     return BlockInputs(
-        embeddings=embeddings.view(rows, count * size, -1),
+        embeddings=embeddings,
         positions=positions.flatten(1),
         masks=build_masks(config, anchors, batch.document_ids, kernel),
         labels=labels,
@@ -113,8 +116,8 @@ def block_loss(
     loss_config: LossConfig,
     teacher_hidden: Tensor | None = None,
 ) -> LossOutput:
-    """The loss and the counts of ``hidden[B, A*K, H]``; slot 0 of each block never reaches the head."""
-    blocks = hidden.view(-1, config.block_size, hidden.shape[-1])[:, 1:]
+    """The loss and the counts of the drafted slots, ``hidden[B, A, K - 1, H]``."""
+    blocks = hidden.flatten(0, 1)
     labels, counted = inputs.labels.flatten(0, 1)[:, 1:], inputs.counted.flatten(0, 1)[:, 1:]
     teacher = None if teacher_hidden is None else _teacher_rows(teacher_hidden, anchors, config.block_size)
     loss = draft_loss(blocks, head_weight, labels, counted, loss_config, teacher)
@@ -133,16 +136,6 @@ def drafter_config(drafter: nn.Module) -> DrafterConfig:
     config = getattr(getattr(drafter, "module", drafter), "config", None)
     assert isinstance(config, DrafterConfig), f"{type(drafter).__name__} holds no DFlashDrafter"
     return config
-
-
-def _block_embeddings(
-    embedding_weight: Tensor, anchor_tokens: Tensor, mask_token_id: int, block_size: int, dtype: torch.dtype
-) -> Tensor:
-    """[B, A, K, H]: the anchor's embedding, then the mask token's, looked up once and repeated."""
-    first = embedding_weight[anchor_tokens].to(dtype)
-    mask = embedding_weight[mask_token_id].to(dtype)
-    rest = mask.expand(*anchor_tokens.shape, block_size - 1, -1)
-    return torch.cat([first[:, :, None], rest], dim=2).detach()
 
 
 def _teacher_rows(teacher_hidden: Tensor, anchors: Anchors, block_size: int) -> Tensor:

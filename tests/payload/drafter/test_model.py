@@ -9,9 +9,9 @@ from torch import Tensor
 from payload.drafter.attention import attend, kernel_for, kernel_of
 from payload.drafter.config import FULL, SLIDING, DrafterConfig, block_is_causal, layer_window
 from payload.drafter.masks import flex_mask
-from payload.drafter.model import DFlashDrafter, RMSNorm
+from payload.drafter.model import DFlashDrafter, RMSNorm, reference_hidden
 from payload.drafter.step import block_inputs
-from tests.payload.drafter.builders import VOCABULARY, anchors_of, random_batch, tiny_config
+from tests.payload.drafter.builders import VOCABULARY, anchors_of, random_batch, seeded, tiny_config
 
 RULES = [
     {},
@@ -104,9 +104,28 @@ def test_all_blocks_at_once_equal_each_block_drafted_alone(rule):
             alone = _one_block(
                 drafter.state_dict(), config, features[row, anchor - start : anchor], embedding[tokens], start
             )
-            torch.testing.assert_close(hidden[row, block * 4 : block * 4 + 4], alone, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(hidden[row, block], alone[1:], rtol=1e-5, atol=1e-6)
             checked += 1
     assert checked >= 4
+
+
+@pytest.mark.parametrize("rule", [*RULES, {"num_layers": 1}, {"num_layers": 3}])
+def test_work_left_out_changes_neither_hidden_states_nor_gradients(rule):
+    config = tiny_config(**rule)
+    drafter = _drafter(config)
+    batch = random_batch(seed=8)
+    features = torch.randn(2, 24, 32, dtype=torch.float64)
+    embedding = torch.randn(VOCABULARY, 16, dtype=torch.float64)
+    inputs = block_inputs(config, embedding, batch, anchors_of(batch, 5), torch.float64, "dense")
+    arguments = (features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+    results = []
+    for hidden in (drafter(*arguments), reference_hidden(drafter, *arguments)):
+        drafter.zero_grad()
+        hidden.backward(torch.randn(hidden.shape, generator=seeded(1), dtype=torch.float64))
+        results.append([hidden.detach(), *(parameter.grad for parameter in drafter.parameters())])
+    assert results[0][0].shape == (2, 5, 3, 16)
+    for fast, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,0 +1,57 @@
+"""Losses of rows of logits together with their slopes: all that training through a frozen head needs of them.
+
+The slope of a row's cross-entropy in its logits is softmax - onehot(label). On a GPU one kernel reads the logits,
+computes cross-entropy and likeliest token, reads them again, mostly from the L2 cache, and writes the slope in their
+place: torch's own operations take about a dozen passes through memory, in fp32, for the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowSlope(NamedTuple):
+    """``loss[R]``, at least fp32; ``predicted[R]`` int64, the first of the likeliest tokens; ``slope[R, V]``, the
+    loss's gradient, of the logits' dtype."""
+
+    loss: Tensor
+    predicted: Tensor
+    slope: Tensor
+
+
+def row_slope(logits: Tensor, labels: Tensor) -> RowSlope:
+    """Cross-entropy of ``logits[R, V]``, which may be overwritten, with ``labels[R]`` int64."""
+    if logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16, torch.float32) and _has_triton():
+        from payload.drafter.row_slope_kernel import row_slope_in_place
+
+        return RowSlope(*row_slope_in_place(logits, labels))
+    return reference_row_slope(logits, labels)
+
+
+def reference_row_slope(logits: Tensor, labels: Tensor) -> RowSlope:
+    """`row_slope` in torch's own operations; leaves ``logits`` as they are."""
+    wide = _wide(logits)
+    log_norm = wide.logsumexp(-1, keepdim=True)
+    cross_entropy = log_norm - wide.gather(-1, labels[:, None])
+    slope = torch.exp(wide - log_norm).scatter_add(-1, labels[:, None], -torch.ones_like(cross_entropy))
+    return RowSlope(cross_entropy[:, 0], logits.argmax(-1), slope.to(logits.dtype))
+
+
+def divergence_slope(logits: Tensor, target_logits: Tensor) -> RowSlope:
+    """KL(target || drafter) of the distributions of two ``[R, V]`` of logits, in torch's own operations."""
+    log_probs, target = _wide(logits).log_softmax(-1), _wide(target_logits).log_softmax(-1)
+    aim = target.exp()
+    slope = (log_probs.exp() - aim).to(logits.dtype)
+    return RowSlope((aim * (target - log_probs)).sum(-1), logits.argmax(-1), slope)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
