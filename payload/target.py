@@ -245,10 +245,12 @@ def _run_layer(layer: nn.Module, hidden: Tensor, mask: DocumentMask, rotary: tup
 
 
 def random_model(config: Any, dtype: torch.dtype | str, device: torch.device | str) -> Any:
-    """A model of ``config`` with random weights, the same on every rank."""
+    """A model of ``config`` with random weights, the same on every rank; ``dtype`` auto is the config's own."""
     from transformers import AutoModelForCausalLM
 
     device = torch.device(device)
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

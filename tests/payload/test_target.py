@@ -163,8 +163,12 @@ def test_a_saved_model_loads_from_its_folder(family, tmp_path):
 
 def test_random_weights_need_only_the_configuration(tmp_path):
     tiny_model().config.save_pretrained(tmp_path)
+    own_dtype = Target.load(TargetSpec(str(tmp_path), random_weights=True))
+    assert own_dtype.dtype == torch.float32
     target = Target.load(TargetSpec(str(tmp_path), dtype="bfloat16", random_weights=True))
     assert target.dtype == torch.bfloat16
+    again = Target.load(TargetSpec(str(tmp_path), dtype="bfloat16", random_weights=True))
+    assert torch.equal(target.head_weight, again.head_weight), "every rank has the same weights"
     assert target.features(_tokens(1, 5), LAYERS).isfinite().all()
 
 
