@@ -10,7 +10,7 @@ from payload.data.batch import Batch
 from payload.drafter.anchors import Anchors
 from payload.drafter.config import FULL, SLIDING, block_is_causal, layer_window
 from payload.drafter.masks import allowed, build_masks, flex_mask, mask_mod
-from payload.drafter.model import DFlashDrafter
+from payload.drafter.model import BlockEmbeddings, DFlashDrafter
 from payload.drafter.step import block_inputs
 from payload.drafter.tiles import TILE, mask_tiles
 from tests.payload.drafter.builders import VOCABULARY, anchors_of, batches, random_batch, seeded, tiny_config
@@ -180,22 +180,27 @@ def test_a_change_of_any_input_moves_exactly_the_slots_that_may_see_it(layer_typ
     batch = random_batch(seed, rows=1, length=14, documents=2, supervised=1.0)
     anchors = anchors_of(batch, 3, seed)
     inputs = block_inputs(config, torch.randn(VOCABULARY, 16), batch, anchors, torch.float64, kernel="dense")
-    length, slots = 14, 12
-    count = length + slots
+    length, blocks, size = 14, 3, config.block_size
+    count = length + blocks
     features = torch.randn(1, length, 32, dtype=torch.float64).repeat(count, 1, 1)
-    embeddings = torch.randn(1, slots, 16, dtype=torch.float64).repeat(count, 1, 1)
+    anchor_embeddings = torch.randn(1, blocks, 16, dtype=torch.float64).repeat(count, 1, 1)
 
-    def run(features: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+    def run(features: torch.Tensor, anchor_embeddings: torch.Tensor) -> torch.Tensor:
         masks = {kind: mask.expand(count, -1, -1, -1) for kind, mask in inputs.masks.items()}
-        context, blocks = batch.position_ids.expand(count, -1), inputs.positions.expand(count, -1)
+        context, positions = batch.position_ids.expand(count, -1), inputs.positions.expand(count, -1)
+        embeddings = BlockEmbeddings(anchor_embeddings, inputs.embeddings.mask)
         with torch.no_grad():
-            return drafter(features, context, embeddings, blocks, masks)
+            return drafter(features, context, embeddings, positions, masks).flatten(1, 2)
 
-    before = run(features, embeddings)
+    before = run(features, anchor_embeddings)
     for index in range(length):
         features[index, index] += torch.randn(32, generator=seeded(index), dtype=torch.float64)
-    for slot in range(slots):
-        embeddings[length + slot, slot] += torch.randn(16, generator=seeded(slot), dtype=torch.float64)
-    changed = (run(features, embeddings) != before).any(-1).T  # [slots, inputs]
+    for block in range(blocks):
+        change = torch.randn(16, generator=seeded(block), dtype=torch.float64)
+        anchor_embeddings[length + block, block] += change
+    changed = (run(features, anchor_embeddings) != before).any(-1).T  # [drafted slots, inputs]
     per_layer = [inputs.masks[kind][0, 0] for kind in layer_types]
-    assert torch.equal(changed, _reaches(per_layer, length))
+    expected = _reaches(per_layer, length)
+    drafted = torch.arange(blocks * size) % size > 0
+    first_slots = length + torch.arange(blocks) * size
+    assert torch.equal(changed, expected[drafted][:, [*range(length), *first_slots.tolist()]])
