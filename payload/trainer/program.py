@@ -90,6 +90,9 @@ class DrafterProgram:
         if self._sharded:
             _shard(drafter, group, self.device)
         elif group is not None:
+            # A compiled drafter stays the one graph that warm-up compiled: torch would cut it at the bounds of DDP's
+            # buckets, and some versions refuse to cut a graph with flex_attention in it.
+            torch._dynamo.config.optimize_ddp = False
             self._module = DistributedDataParallel(
                 drafter, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
             )
