@@ -45,15 +45,15 @@ node-start: $(VENV)/.desk ## Start the embedded node and leave it running
 node-stop: $(VENV)/.desk ## Stop the embedded node
 	@$(RUN) node stop
 
-.PHONY: deploy venv warmup train logs status stop fetch probe prune cache race
+.PHONY: deploy venv warmup train logs status stop fetch probe doctor prune cache race
 deploy: $(VENV)/.desk ## Bring the payload into the container
 	@$(RUN) deploy
 venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
 	@$(RUN) venv $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,FORCE),--force)
 warmup: $(VENV)/.desk ## Compile what training will call (PROVE=1: a second process must miss nothing)
 	@$(RUN) warmup $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,PROVE),--prove)
-train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1, RESUME=, COLD=1)
-	@$(RUN) train $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,DETACH),--detach) $(if $(call on,COLD),--cold) $(if $(call given,RESUME),--resume '$(RESUME)')
+train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1, RESUME=, COLD=1, ANYWAY=1)
+	@$(RUN) train $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,DETACH),--detach) $(if $(call on,COLD),--cold) $(if $(call on,ANYWAY),--anyway) $(if $(call given,RESUME),--resume '$(RESUME)')
 logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=<lines>, SINCE=10m)
 	@$(RUN) logs $(if $(call on,FOLLOW),--follow) $(if $(call given,TAIL),--tail '$(TAIL)') $(if $(call given,SINCE),--since '$(SINCE)') $(RUN_ID)
 status: $(VENV)/.desk ## The container's runs (JSON=1)
@@ -62,6 +62,8 @@ stop: $(VENV)/.desk ## End a run for good (RUN_ID=, GRACE=<seconds>)
 	@$(RUN) stop $(if $(call given,GRACE),--grace '$(GRACE)') $(RUN_ID)
 fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=<folder>)
 	@$(RUN) fetch $(if $(call given,TO),--to '$(TO)') $(RUN_ID)
+doctor: $(VENV)/.desk ## Whether the container is fit for a run, each finding with its fix (RECIPE=, SET=, JSON=1)
+	@$(RUN) doctor $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,JSON),--json)
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(call on,JSON),--json)
 

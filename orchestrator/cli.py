@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.agent import Agent
+from orchestrator.checks import worst
 from orchestrator.cli_cache import cache_app
 from orchestrator.cli_node import node_app
 from orchestrator.cli_options import (
@@ -31,7 +32,9 @@ from orchestrator.cli_options import (
 from orchestrator.console import Console, LogWriter
 from orchestrator.container import Container
 from orchestrator.deploy import deploy as deploy_release
-from orchestrator.errors import OrchestratorError, RemoteError, UsageError
+from orchestrator.doctor import as_json as findings_as_json
+from orchestrator.doctor import examine, show_findings, summary
+from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, UsageError
 from orchestrator.fetch import fetch as fetch_run
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.logs import LogEnd, show_logs
@@ -130,6 +133,9 @@ def train(
     cold: Annotated[
         bool, typer.Option("--cold", help="Skip warmup: the first step compiles, and may race.")
     ] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Go on where the checks of `doctor` found errors.")
+    ] = False,
 ) -> None:
     """Do what is missing of the steps before, start the job once, detached, and follow its log. Ctrl-C detaches."""
     console = Console()
@@ -137,7 +143,7 @@ def train(
         resolved = resolve_recipe(container.settings, recipe, override or ())
         if resume is not None and not RUN_ID.fullmatch(resume):
             raise UsageError(f"--resume {resume}: not a run id.", "`status` lists the runs of a container.")
-        prepared = prepare(container, resolved, console, wheelhouse=wheelhouse, cold=cold)
+        prepared = prepare(container, resolved, console, wheelhouse=wheelhouse, cold=cold, anyway=anyway)
         run_id = start_job(container, prepared, resolved, console, resume=resume)
         if detach:
             console.line(_attach_hint(container, run_id))
@@ -259,6 +265,30 @@ def probe(
         console.json(found)
     else:
         show_probe(console, found)
+
+
+@app.command()
+def doctor(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    recipe: RecipeOption = None,
+    override: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check whether the container is fit for a run of its recipe; each finding comes with its fix."""
+    console = Console()
+    with open_container(console, host, ct, inventory) as container:
+        resolved = resolve_recipe(container.settings, recipe, override or ())
+        with console.step("doctor") as report:
+            findings = examine(container, resolved, report)
+            report.outcome = summary(findings)
+    if as_json:
+        console.json(findings_as_json(container, resolved, findings))
+    else:
+        show_findings(console, findings)
+    if worst(findings) == "error":
+        raise RefusedError(f"{container} is not fit for a run of {resolved.name}: {summary(findings)}.")
 
 
 @app.command()

@@ -95,6 +95,13 @@ class Console:
         if not self.quiet:
             self.err.print(Text(text, style=style or ""))
 
+    def say(self, text: str, style: str | None = None) -> None:
+        """A line of the answer itself, on standard output."""
+        if self.out.is_terminal:
+            self.out.print(Text(text, style=style or ""))
+        else:
+            sys.stdout.write(text + "\n")
+
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[StepReport]:
         """Show a step while it runs, then one line with its outcome and seconds."""

@@ -147,6 +147,20 @@ class Container:
             )
         partial.replace(destination)
 
+    def configuration(self) -> dict[str, str] | None:
+        """What ``pct config`` says (of a key that stands there twice, the last); None when it says nothing.
+
+        Works on a stopped or frozen container as well. Raises :class:`TransportError`.
+        """
+        done = self.connection.run(
+            self._pct("config", self.destination.container_id), timeout_s=_PROBE_TIMEOUT_S
+        )
+        if done.exit_status != 0:
+            return None
+        lines = done.stdout.decode("utf-8", errors="replace").splitlines()
+        pairs = (line.partition(":") for line in lines if ":" in line)
+        return {key.strip(): value.strip() for key, _, value in pairs}
+
     def explain(self, done: Completed, what: str) -> OrchestratorError:
         """The error that fits a command that did not do its work, found by asking ``pct`` for the container's state."""
         ct = self.destination.container_id

@@ -1,0 +1,159 @@
+"""Doctor: is a container fit for the run that is planned on it, and if not, what to type.
+
+What is seen comes from one question to the agent, ``pct config`` on the host beside it, and a CUDA init in the venv
+where GPUs are asked for; what it means is judged in :mod:`orchestrator.checks`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+from orchestrator.agent import Agent
+from orchestrator.checks import Finding, Needs, Seen, judge, needs_of, worst
+from orchestrator.checks.model import mappings, number, text
+from orchestrator.console import Console, StepReport, safe
+from orchestrator.container import Container
+from orchestrator.deploy import deploy
+from orchestrator.errors import OrchestratorError, RefusedError, RemoteError
+from orchestrator.recipes import job_gpus
+from payload.recipe import Recipe
+
+FACTS_TIMEOUT_S = 30.0
+CUDA_TIMEOUT_S = 180.0
+
+_MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
+
+
+def examine(container: Container, recipe: Recipe, report: StepReport) -> list[Finding]:
+    """Every finding about a run of ``recipe`` in ``container``; brings the release along when it is missing.
+
+    A container that is there and does not answer is a finding too. Raises
+    :class:`orchestrator.errors.OrchestratorError` when the host cannot be asked about it.
+    """
+    needs = needs_of(container.settings, container.destination.container_id, recipe)
+    try:
+        agent = Agent.of_release(container, deploy(container, report).release)
+        seen = look(agent, needs, report)
+        return judge(try_cuda(agent, needs, seen, report), needs)
+    except OrchestratorError as error:
+        config = container.configuration()
+        if config is None:
+            raise
+        return [_no_answer(error), *(judge(Seen({}, config), needs)[:1] if "lock" in config else [])]
+
+
+def look(agent: Agent, needs: Needs, report: StepReport) -> Seen:
+    """What the container and its host say now, without CUDA. Raises :class:`orchestrator.errors.OrchestratorError`."""
+    report.update("looking at the container")
+    with ThreadPoolExecutor(1) as pool:
+        config = pool.submit(agent.container.configuration)
+        asked = time.time()
+        facts = agent.call("facts", {"port": needs.port}, on_event=report.on_event, timeout_s=FACTS_TIMEOUT_S)
+        answered = time.time()
+        told = number(facts.get("time"))
+        return Seen(
+            facts,
+            config.result(),
+            clock_ahead_s=None if told is None else told - answered,
+            # The container looked at its clock at some moment in between.
+            clock_uncertainty_s=answered - asked,
+        )
+
+
+def try_cuda(
+    agent: Agent,
+    needs: Needs,
+    seen: Seen,
+    report: StepReport,
+    *,
+    release: str | None = None,
+    venv: str | None = None,
+) -> Seen:
+    """``seen`` with a real CUDA init in ``venv`` (default: the one in use), where GPUs are asked for and there."""
+    if not needs.gpus or not (venv or text(seen.facts.get("venv"))):
+        return seen
+    if not mappings(seen.facts.get("nvidia_nodes")):
+        return replace(seen, cuda_untried="there is no GPU node")
+    report.update("starting CUDA in the venv")
+    visible = ",".join(map(str, job_gpus(agent.container.settings)))
+    request: dict[str, Any] = {
+        "module": "payload.cuda_init",
+        "request": {},
+        "release": release,
+        "venv": venv,
+        "cache": None,
+        "env": {"CUDA_VISIBLE_DEVICES": visible} if visible else {},
+        "timeout_s": CUDA_TIMEOUT_S,
+    }
+    try:
+        return replace(seen, cuda=agent.call("call", request, on_event=report.on_event))
+    except RemoteError as error:
+        # A crash in the driver's library is what was looked for.
+        return replace(seen, cuda={"error": error.message})
+
+
+def refuse_if_unfit(
+    container: Container, findings: Sequence[Finding], *, anyway: bool, report: StepReport
+) -> None:
+    """Show warnings shortly. Raises :class:`RefusedError` for errors, which ``anyway`` turns into warnings."""
+    for finding in findings:
+        if finding.severity == "warning" or (finding.severity == "error" and anyway):
+            report.note(f"{finding.severity}: {finding.check}: {finding.seen}. {finding.fix}")
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors and not anyway:
+        raise RefusedError(
+            f"{container} is not fit for this run: "
+            + "; ".join(f"{finding.check}: {finding.seen}" for finding in errors)
+            + ".",
+            "\n".join(f"{finding.check}: {finding.fix}" for finding in errors)
+            + f"\nAll of it: make doctor {container.destination.make_arguments}   Start all the same: ANYWAY=1",
+        )
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The findings in a few words."""
+    counts = {
+        severity: [finding.check for finding in findings if finding.severity == severity]
+        for severity in ("warning", "error")
+    }
+    bad = [
+        f"{len(checks)} {severity}{'s' if len(checks) > 1 else ''} ({', '.join(checks)})"
+        for severity, checks in counts.items()
+        if checks
+    ]
+    return f"{len(findings)} checks, " + (" and ".join(bad) or "all well")
+
+
+def as_json(container: Container, recipe: Recipe, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The answer of :func:`examine` as data."""
+    return {
+        "host": container.destination.host_name,
+        "container": container.destination.container_id,
+        "recipe": recipe.name,
+        "worst": worst(findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def show_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """Each finding on a line; below it, where something is wrong, why it matters and what to type."""
+    for finding in findings:
+        mark, style = _MARKS[finding.severity]
+        console.say(f"{mark} {finding.check:<9} {safe(finding.seen)}", style)
+        if finding.severity != "ok":
+            console.say(f"  {'':<9} why: {safe(finding.why)}")
+            console.say(f"  {'':<9} fix: {safe(finding.fix)}")
+
+
+def _no_answer(error: OrchestratorError) -> Finding:
+    return Finding(
+        "container",
+        "error",
+        error.message,
+        "nothing in it can be looked at",
+        error.hint or "look with pct enter",
+    )

@@ -1,0 +1,118 @@
+"""Doctor and the check before `train`, on the embedded node: what is wrong is said with its fix, and refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.console import Console
+from orchestrator.container import Container
+from orchestrator.doctor import examine
+from orchestrator.errors import OrchestratorError, RefusedError, TransportError
+from orchestrator.inventory import TorchPin
+from orchestrator.localnode.node import NodeInfo
+from orchestrator.train import prepare
+from payload.recipe import load_recipe
+from tests.orchestrator.test_cli import orchestrator
+
+QUIET = Console(quiet=True)
+TINY = load_recipe("tiny-cpu", {})
+PLACE = ("--host", "local", "--ct", "200")
+
+
+@pytest.fixture
+def gpu_container(container: Container) -> Container:
+    """The container as an inventory would describe one with eight GPUs, which this machine does not have."""
+    pinned = {"gpus": 8, "torch": TorchPin(), "recipe": "qwen3-8b"}
+    container.settings = container.settings.model_copy(update=pinned)
+    return container
+
+
+@pytest.fixture
+def locked(local_node: NodeInfo) -> Iterator[None]:
+    """A backup holds the container."""
+    config = local_node.inventory.parent / "containers/200/config"
+    before = config.read_text()
+    config.write_text(before + "lock: backup\n")
+    yield
+    config.write_text(before)
+
+
+def findings_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_doctor_passes_a_container_that_is_fit(local_node: NodeInfo) -> None:
+    done = orchestrator("doctor", *PLACE, inventory=local_node.inventory)
+    assert done.returncode == 0, done.stderr
+    assert "✓ disk" in done.stdout
+    assert "asks for none here" in done.stdout
+
+
+def test_doctor_asks_for_no_gpu_on_a_machine_that_has_none(local_node: NodeInfo) -> None:
+    done = orchestrator("doctor", "--json", *PLACE, inventory=local_node.inventory)
+    assert json.loads(done.stdout)["worst"] == "ok"
+    assert findings_of(done)["gpus"]["severity"] == "ok"
+
+
+def test_a_locked_container_is_refused_with_exit_status_4(local_node: NodeInfo, locked: None) -> None:
+    done = orchestrator("doctor", "--json", *PLACE, inventory=local_node.inventory)
+    assert done.returncode == 4
+    assert findings_of(done)["lock"]["severity"] == "error"
+    assert "pct unlock 200" in findings_of(done)["lock"]["fix"]
+
+
+def test_a_stopped_container_is_a_finding_with_the_command_that_starts_it(local_node: NodeInfo) -> None:
+    subprocess.run([str(local_node.pct), "stop", "200"], check=True, timeout=20)
+    try:
+        done = orchestrator("doctor", *PLACE, inventory=local_node.inventory)
+    finally:
+        subprocess.run([str(local_node.pct), "start", "200"], check=True, timeout=20)
+    assert done.returncode == 4
+    assert "✗ container container 200 on local is stopped" in done.stdout
+    assert "fix: Start it on the host: pct start 200" in done.stdout
+
+
+def test_a_container_that_is_not_there_is_a_transport_error(container: Container) -> None:
+    container.destination = container.destination.model_copy(update={"container_id": "999"})
+    with QUIET.step("doctor") as report, pytest.raises(TransportError, match="no container 999"):
+        examine(container, TINY, report)
+
+
+def test_a_run_on_gpus_is_judged_honestly_where_there_are_none(gpu_container: Container) -> None:
+    with QUIET.step("doctor") as report:
+        found = {f.check: f for f in examine(gpu_container, load_recipe("qwen3-8b", {}), report)}
+    assert {name for name, finding in found.items() if finding.severity == "error"} >= {
+        "gpus",
+        "nodes",
+        "driver",
+    }
+    assert "8 GPUs are needed" in found["gpus"].seen
+    assert found["cuda"].seen.startswith("not tried")
+
+
+def test_train_refuses_an_unfit_container_before_it_builds_a_venv(gpu_container: Container) -> None:
+    with pytest.raises(RefusedError, match="not fit for this run: gpus: no nvidia-smi") as refused:
+        prepare(gpu_container, load_recipe("qwen3-8b", {}), QUIET)
+    assert "ANYWAY=1" in refused.value.hint
+    assert "--no-kernel-module" in refused.value.hint
+    assert not list(Path(gpu_container.settings.root).glob("venvs/*/pyvenv.cfg"))
+
+
+def test_train_goes_on_anyway_when_told_to_and_shows_what_was_found(
+    container: Container, locked: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A venv that cannot be built proves that the check before it was passed.
+    offline = container.settings.index.model_copy(update={"offline": True, "find_links": ()})
+    nowhere = {"torch": TorchPin(version="0.0.1", backend="cpu"), "index": offline}
+    container.settings = container.settings.model_copy(update=nowhere)
+    with pytest.raises(RefusedError, match="locked by Proxmox: backup"):
+        prepare(container, TINY, QUIET)
+    with pytest.raises(OrchestratorError, match=r"0\.0\.1"):
+        prepare(container, TINY, Console(), anyway=True)
+    assert "error: lock: locked by Proxmox: backup" in capfd.readouterr().err
