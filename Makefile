@@ -80,11 +80,13 @@ bench-features: $(VENV)/.dev ## Tokens a second of the target's features against
 bench-colocated: $(VENV)/.dev ## Target and drafter on one device, each alone and together (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.colocated $(if $(call on,JSON),--json)
 
-.PHONY: test test-slow test-gpu lint types check
+.PHONY: test test-slow test-gpu test-lxc lint types check
 test: $(VENV)/.dev ## The fast tests
 	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
 test-slow: $(VENV)/.dev ## The tests that take minutes
 	@$(VENV)/bin/python -m pytest -q -m slow --timeout 900
+test-lxc: $(VENV)/.dev ## The tests on real OpenSSH, LXC and systemd (root; see tests/lxc/README.md)
+	@$(VENV)/bin/python -m pytest -q -m lxc tests/lxc
 test-gpu: $(VENV)/.dev ## The tests that need a CUDA GPU
 	@$(VENV)/bin/python -m pytest -q -m gpu --timeout 600
 lint: $(VENV)/.dev ## ruff: lint and format
