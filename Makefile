@@ -74,9 +74,11 @@ cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FING
 race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)
 	@$(VENV)/bin/python -m payload.compile.race $(if $(call given,GUARD),--guard '$(GUARD)') $(if $(call on,JSON),--json)
 
-.PHONY: bench-features bench-colocated
+.PHONY: bench-features bench-colocated bench-first-step
 bench-features: $(VENV)/.dev ## Tokens a second of the target's features against transformers' own forward (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.features $(if $(call on,JSON),--json)
+bench-first-step: $(VENV)/.dev ## The first training step cold, warmed and from a shipped artifact; what the guard costs (JSON=1)
+	@$(VENV)/bin/python -m benchmarks.first_step $(if $(call on,JSON),--json)
 bench-colocated: $(VENV)/.dev ## Target and drafter on one device, each alone and together (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.colocated $(if $(call on,JSON),--json)
 

@@ -1,10 +1,8 @@
-"""What only a GPU can show: the deadlock, the kernels, the cache of a GPU, and what the guard costs a step."""
+"""What only a GPU can show: the deadlock, the kernels and the cache of a GPU."""
 
-import statistics
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -139,40 +137,5 @@ def test_a_warmed_cache_is_carried_to_another_container(tmp_path):
     first = warm("one")
     assert (first["source"], first["misses"]) == ("compiled", 0)
     assert "flex_attention, compiled to Triton kernels" in first["attention"]
-    began = time.monotonic()
     carried = warm("two", artifact=first["artifact"]["path"])
-    seconds = time.monotonic() - began
-    sys.stderr.write(f"compiled {first['seconds']:.1f} s, carried {seconds:.1f} s: {carried['programs']}\n")
     assert (carried["source"], carried["misses"]) == ("artifact", 0)
-    assert seconds < 60
-
-
-@pytest.mark.timeout(300)
-def test_the_guard_costs_a_step_nothing_that_can_be_measured():
-    def step_ms(drafter, steady):
-        times = []
-        for _ in range(60):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            with steady():
-                drafter.step()
-            torch.cuda.synchronize()
-            times.append(1000 * (time.perf_counter() - began))
-        return statistics.median(times[10:])
-
-    from contextlib import nullcontext
-
-    torch._dynamo.reset()
-    drafter = TinyDrafter(0, Setting(None, "cuda", 1))
-    drafter.step()
-    plain = step_ms(drafter, nullcontext)
-    guard = install()
-    try:
-        with guard.first_step():
-            drafter.step()
-        guard.seal()
-        guarded = step_ms(drafter, guard.steady)
-    finally:
-        remove()
-    sys.stderr.write(f"step: {plain:.3f} ms without the guard, {guarded:.3f} ms with it\n")
-    assert guarded < plain * 1.1 + 0.2
