@@ -39,6 +39,7 @@ from payload.trainer.reporting import RunReport
 from payload.trainer.roles import Roles, roles_of
 from payload.trainer.run import Groups, Run
 from payload.trainer.target_side import TargetSide, run_target
+from payload.trainer.transfer import Links
 
 _PATIENCE_S = 3.0
 """How long a rank whose collective failed waits to hear that another rank was the cause."""
@@ -64,7 +65,9 @@ def run_job(spec_path: Path, cold_ok: bool = False) -> int:
             drafters=subgroup(roles.drafters),
             targets=subgroup(roles.targets),
             evaluation=subgroup([roles.lead_drafter, *roles.targets]),
+            links=Links(roles.links()),
         )
+        groups.links.open(ranks.rank, ranks.device)
         status = _train(recipe, spec, spec_path.resolve().parent, ranks, roles, groups, stop)
         # All leave together and alike: the store may live in a rank, and the lead drafter knows how it ended.
         agreed: int = ranks.broadcast_object(status, roles.lead_drafter)

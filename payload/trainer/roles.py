@@ -7,6 +7,7 @@ handle their micro-batches in rising order, which is why no two ranks can wait f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from payload.errors import PayloadError
@@ -45,6 +46,12 @@ class Roles:
 
     def consumer(self, micro_batch: int) -> int:
         return self.drafters[micro_batch % len(self.drafters)]
+
+    def links(self) -> list[tuple[int, int]]:
+        """Every (producer, consumer) between which something travels in the course of a run, in one order for all."""
+        numbers = range(math.lcm(len(self.targets), len(self.drafters)))
+        pairs = {(self.producer(number), self.consumer(number)) for number in numbers}
+        return sorted((producer, consumer) for producer, consumer in pairs if producer != consumer)
 
     def produced_by(self, rank: int, step: int) -> list[int]:
         return [number for number in self.micro_batches(step) if self.producer(number) == rank]

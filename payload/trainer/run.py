@@ -12,16 +12,18 @@ from payload.drafter.config import DrafterConfig
 from payload.recipe import Recipe
 from payload.trainer.ranks import Pace, Ranks, StopSignal
 from payload.trainer.roles import Roles
-from payload.trainer.transfer import SupplyShape
+from payload.trainer.transfer import Links, SupplyShape
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups; None where a group would have one member. ``evaluation``: the lead drafter and the targets."""
+    """Process groups; None where a group would have one member. ``evaluation``: the lead drafter and the targets;
+    ``links``: those over which features travel."""
 
     drafters: dist.ProcessGroup | None
     targets: dist.ProcessGroup | None
     evaluation: dist.ProcessGroup | None
+    links: Links
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ class Supplies:
         self._run = run
         self._side = side
         self._made_here: dict[int, Supply] = {}
-        self.inbox = Inbox(run.shape, run.ranks.device, run.recipe.train.prefetch)
+        self.inbox = Inbox(
+            run.ranks.rank, run.groups.links, run.shape, run.ranks.device, run.recipe.train.prefetch
+        )
         self._expected_up_to = -1
 
     def begin_step(self, step: int) -> None:
@@ -36,9 +38,13 @@ class Supplies:
         return made if made is not None else self.inbox.take()
 
     def _expect_ahead(self, step: int) -> None:
-        """Post receives for this step and the next, as far as there is room; further than that the run may end."""
+        """Post receives for this step and the next, as far as there is room; further than that the run may end.
+
+        None is posted over an evaluation, in which targets wait for this rank to finish all that its GPU was given.
+        """
         rank, roles = self._run.ranks.rank, self._run.roles
-        for ahead in range(step, min(step + 1, self._run.pace.last_step) + 1):
+        last = step if self._run.evaluates_after(step) else min(step + 1, self._run.pace.last_step)
+        for ahead in range(step, last + 1):
             for number in roles.consumed_by(rank, ahead):
                 if number <= self._expected_up_to or roles.producer(number) == rank:
                     continue

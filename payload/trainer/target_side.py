@@ -36,7 +36,9 @@ class TargetSide:
         self._rows = rows
         self._held_out = held_out
         self._cache = cache
-        self.outbox = Outbox(run.recipe.train.prefetch)
+        self.outbox = Outbox(
+            run.ranks.rank, run.groups.links, run.ranks.device, run.recipe.train.prefetch
+        )
         self.data_wait_s = 0.0
 
     def produce(self, micro_batch: int) -> Supply:

@@ -3,12 +3,19 @@
 One message is three or four tensors: the tokens of the micro-batch and its features, and the target's final hidden
 states when the loss needs them. Shapes are static, so buffers are made once. Sends and receives are posted ahead and
 bounded in number: a target computes the next micro-batch while the last one travels.
+
+Between GPUs NCCL does as a queue does: what one pair of ranks posted on one communicator runs in the order of posting,
+and a receive that is posted holds a few multiprocessors until its message comes. So each direction between two ranks
+has a communicator of its own (`Links`); all of them are opened before the first step, in one order; and a wait
+holds up the GPU's stream, not the host, and is measured there (`Waits`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,21 +80,92 @@ def unpack(tensors: list[torch.Tensor]) -> Supply:
     return Supply(batch, tensors[1], tensors[2] if len(tensors) > 2 else None)
 
 
-class Outbox:
-    """Sends in flight, at most ``capacity`` messages of them. ``waited_s`` is the time spent on a full outbox."""
+class Links:
+    """The communicators over which supplies travel: for each pair of ranks one in either direction.
 
-    def __init__(self, capacity: int) -> None:
+    To be made by all ranks at one place. ``pairs`` are the (producer, consumer) of the whole run (`Roles.links`).
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.pairs = sorted(pairs)
+        both_ways = any((consumer, producer) in pairs for producer, consumer in pairs)
+        self._upward: dist.ProcessGroup | None = dist.new_group() if both_ways else None
+
+    def group(self, producer: int, consumer: int) -> dist.ProcessGroup | None:
+        """The group of a link; None is the job's own."""
+        return self._upward if producer > consumer else None
+
+    def open(self, rank: int, device: torch.device) -> None:
+        """Send one number over each link of this rank.
+
+        NCCL opens a communicator when it is first used, and holds up both ends until both are there. All ranks open
+        theirs in one order here, so that none waits for another in the middle of a step.
+        """
+        for producer, consumer in self.pairs:
+            number = torch.zeros(1, device=device)
+            if rank == producer:
+                dist.send(number, consumer, group=self.group(producer, consumer))
+            elif rank == consumer:
+                dist.recv(number, producer, group=self.group(producer, consumer))
+
+
+class Waits:
+    """Time spent waiting for messages.
+
+    On a CPU the host waits. On a GPU the stream does, while the host runs ahead: there, events around the wait tell.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._unread: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what waits inside."""
+        if not self._on_gpu:
+            began = time.monotonic()
+            yield
+            self._seconds += time.monotonic() - began
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        yield
+        after.record()
+        self._unread.append((before, after))
+
+    @property
+    def seconds(self) -> float:
+        """All waits so far; on a GPU those that are over."""
+        while self._unread and self._unread[0][1].query():
+            before, after = self._unread.popleft()
+            self._seconds += before.elapsed_time(after) / 1000
+        return self._seconds
+
+
+class Outbox:
+    """Sends in flight from rank ``rank``, at most ``capacity`` messages of them."""
+
+    def __init__(self, rank: int, links: Links, device: torch.device, capacity: int) -> None:
+        self._rank = rank
+        self._links = links
         self._capacity = capacity
         self._in_flight: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
-        self.waited_s = 0.0
+        self._waits = Waits(device)
+
+    @property
+    def waited_s(self) -> float:
+        """Time spent on a full outbox."""
+        return self._waits.seconds
 
     def send(self, supply: Supply, consumer: int) -> None:
         """Post a message; waits for the oldest one first when the outbox is full."""
         while len(self._in_flight) >= self._capacity:
             self._finish_oldest()
-        tensors = pack(supply)
+        tensors, group = pack(supply), self._links.group(self._rank, consumer)
         # The tensors are kept with their handles: they must not be freed while they travel.
-        self._in_flight.append(([dist.isend(tensor, consumer) for tensor in tensors], tensors))
+        handles = [dist.isend(tensor, consumer, group=group) for tensor in tensors]
+        self._in_flight.append((handles, tensors))
 
     def flush(self) -> None:
         """Wait until everything has been received."""
@@ -95,24 +173,33 @@ class Outbox:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        started = time.monotonic()
         handles, _ = self._in_flight.popleft()
-        for handle in handles:
-            handle.wait()
-        self.waited_s += time.monotonic() - started
+        with self._waits.measured():
+            for handle in handles:
+                handle.wait()
 
 
 class Inbox:
-    """Receives posted ahead, at most ``capacity`` messages of them, taken in the order in which they were expected."""
+    """Receives of rank ``rank`` posted ahead, at most ``capacity`` messages of them, taken in the order in which they
+    were expected."""
 
-    def __init__(self, shape: SupplyShape, device: torch.device, capacity: int) -> None:
+    def __init__(
+        self, rank: int, links: Links, shape: SupplyShape, device: torch.device, capacity: int
+    ) -> None:
+        self._rank = rank
+        self._links = links
         self._shape = shape
         self._device = device
         self._capacity = capacity
         self._free: list[list[torch.Tensor]] = []
         self._expected: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
         self._in_use: list[torch.Tensor] | None = None
-        self.waited_s = 0.0
+        self._waits = Waits(device)
+
+    @property
+    def waited_s(self) -> float:
+        """Time spent on messages that were not there yet."""
+        return self._waits.seconds
 
     @property
     def has_room(self) -> bool:
@@ -122,17 +209,17 @@ class Inbox:
     def expect(self, producer: int) -> None:
         """Post the receive of the next message of ``producer``."""
         buffers = self._free.pop() if self._free else self._shape.buffers(self._device)
-        self._expected.append(([dist.irecv(buffer, producer) for buffer in buffers], buffers))
+        group = self._links.group(producer, self._rank)
+        self._expected.append(([dist.irecv(buffer, producer, group=group) for buffer in buffers], buffers))
 
     def take(self) -> Supply:
         """Wait for the oldest expected message. It stays valid until the next call."""
         # On a GPU the next receive is ordered after the work already queued on the buffer that is given back.
         if self._in_use is not None:
             self._free.append(self._in_use)
-        started = time.monotonic()
         handles, buffers = self._expected.popleft()
-        for handle in handles:
-            handle.wait()
-        self.waited_s += time.monotonic() - started
+        with self._waits.measured():
+            for handle in handles:
+                handle.wait()
         self._in_use = buffers
         return unpack(buffers)

@@ -60,6 +60,8 @@ def test_micro_batches_on_one_drafter_and_drafters_side_by_side_learn_alike(
     [
         pytest.param([0, 1], [2], marks=pytest.mark.slow),
         pytest.param([0], [1, 2], marks=pytest.mark.slow),
+        # Features travel between ranks 0 and 1 in both directions.
+        pytest.param([0, 1, 2], [0, 1], marks=pytest.mark.slow),
         ([0, 1], [1, 2]),
     ],
 )

@@ -72,6 +72,28 @@ def test_every_micro_batch_has_one_producer_and_every_drafter_its_share(
         assert roles.micro_batches(step + 1).start == numbers[-1] + 1
 
 
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(-6, 6), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_every_transfer_has_a_link_and_both_ends_meet_its_messages_in_one_order(
+    targets: int, drafters: int, shift: int, accumulation: int
+) -> None:
+    first = max(0, shift), max(0, -shift)
+    roles = Roles(
+        tuple(range(first[0], first[0] + targets)), tuple(range(first[1], first[1] + drafters)), accumulation
+    )
+    sent: dict[tuple[int, int], list[int]] = {}
+    received: dict[tuple[int, int], list[int]] = {}
+    for step in range(1, 8):
+        for rank in {*roles.targets, *roles.drafters}:
+            for number in roles.produced_by(rank, step):
+                sent.setdefault((rank, roles.consumer(number)), []).append(number)
+            for number in roles.consumed_by(rank, step):
+                received.setdefault((roles.producer(number), rank), []).append(number)
+    assert sent == received
+    assert {link for link in sent if link[0] != link[1]} <= set(roles.links())
+    assert roles.links() == sorted(set(roles.links()))
+
+
 def test_a_job_of_another_size_than_the_topology_is_refused() -> None:
     with pytest.raises(PayloadError, match="names 8 ranks, but the job has 2"):
         roles_of(load_recipe("qwen3-8b"), 2)
