@@ -61,7 +61,7 @@ BACKWARD: list[dict[str, Any]] = [
 
 
 def measure(inputs: Any, options: Any, expected: Tensor | None) -> dict[str, Any]:
-    """Milliseconds of forward and backward of ``inputs`` (query, key, value, mask), and the distance to ``expected``."""
+    """Milliseconds of forward and backward of ``inputs`` (query, key, value, mask), and how far from ``expected``."""
     query, key, value, mask = inputs
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False  # the backward pass is run again and again
