@@ -22,6 +22,10 @@ LINE_LIMIT_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 60.0
 """Every verb that takes long sends progress or an ``alive`` event well within this."""
 
+ISOLATED = ("-I", "-S", "-B")
+"""The agent needs the standard library alone: no site-packages, which may cost tens of milliseconds to look at, no
+environment, and no bytecode beside a release that is named by its content."""
+
 COMMAND_NOT_FOUND = 127
 """What env(1) exits with for a program that is not there."""
 
@@ -82,7 +86,7 @@ class Agent:
         }
         replies = _Replies(nonce, on_event)
         done = self.container.run(
-            [self.container.settings.python, "-I", "-B", self.program, verb],
+            [self.container.settings.python, *ISOLATED, self.program, verb],
             stdin=json.dumps(envelope).encode() + b"\n",
             on_stdout=replies.feed,
             timeout_s=timeout_s,
@@ -92,6 +96,11 @@ class Agent:
             return replies.result
         if replies.error is not None:
             self._raise(verb, replies.error)
+        if _is_missing(done):
+            # Python's own words: the container runs, so there is nothing to ask of the host.
+            raise NoAnswer(
+                f"{self.container}: no release answers `{verb}` there.", self._no_answer_hint(done)
+            )
         reason = self.container.explain(done, f"the agent gave no answer to `{verb}`")
         if isinstance(reason, RemoteError):
             raise NoAnswer(reason.message, self._no_answer_hint(done))
@@ -103,8 +112,7 @@ class Agent:
         raise kind(f"{self.container}: {message}", str(error.get("hint") or ""))
 
     def _no_answer_hint(self, done: Completed) -> str:
-        stderr = done.stderr_text()
-        if "can't open file" in stderr or "can't find '__main__' module" in stderr:
+        if _is_missing(done):
             return (
                 f"Nothing is deployed under {self.container.settings.root} yet: "
                 f"make deploy {self.container.destination.make_arguments}"
@@ -113,6 +121,12 @@ class Agent:
             python = self.container.settings.python
             return f"The container needs Python 3.10 or newer as {python} (`python:` in the inventory)."
         return "Look into the container with `pct enter`, or try again."
+
+
+def _is_missing(done: Completed) -> bool:
+    """Whether Python ran and found no agent where it should be."""
+    stderr = done.stderr_text()
+    return "can't open file" in stderr or "can't find '__main__' module" in stderr
 
 
 class _Replies:

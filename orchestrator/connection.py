@@ -12,7 +12,6 @@ import logging
 import os
 import selectors
 import shlex
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +24,11 @@ import paramiko
 import tenacity
 from invoke.exceptions import AuthFailure
 
-from orchestrator.errors import TransportError, UsageError
+from orchestrator.errors import LinkLost, TransportError, UsageError
 from orchestrator.hostkeys import HostKeyRefused, changed_key_error, trust_only_known_hosts, unknown_key_error
 from orchestrator.inventory import HostSettings
+from orchestrator.liveness import WatchedTransport
 
-KEEPALIVE_S = 10
-SILENT_PEER_S = 40
-"""A peer that acknowledges nothing for this long is taken for dead (TCP_USER_TIMEOUT, and open channels)."""
 CONNECT_ATTEMPTS = 3
 MOST_SESSIONS = 8
 """Commands at a time on one connection: sshd allows ten (MaxSessions), and counts one for a moment after its end."""
@@ -140,13 +137,14 @@ class Connection:
             channel.exec_command(command)
             threading.Thread(target=sender.run, name=f"stdin to {self.name}", daemon=True).start()
             stdout, stderr = self._read(channel, on_stdout, timeout_s, idle_timeout_s)
-            status = channel.recv_exit_status() if channel.status_event.wait(SILENT_PEER_S) else -1
+            came = channel.status_event.wait(self.settings.silence_timeout_s)
+            status = channel.recv_exit_status() if came else -1
         except _SinkFailed as failed:
             self._give_up()
             raise failed.error from None
         except (paramiko.SSHException, EOFError, OSError) as error:
             self._give_up()
-            raise TransportError(
+            raise LinkLost(
                 f"The link to {self.name} broke during a command: {error or type(error).__name__}.",
                 "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
             ) from error
@@ -156,7 +154,7 @@ class Connection:
                 channel.close()
         if status == -1:
             self._give_up()
-            raise TransportError(
+            raise LinkLost(
                 f"The link to {self.name} ended before the command's exit status came.",
                 "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
             )
@@ -203,12 +201,24 @@ class Connection:
                     if channel.recv_ready() or channel.recv_stderr_ready():
                         continue
                     return bytes(stdout), bytes(stderr)
+                self._check_that_the_host_lives(channel)
                 now = time.monotonic()
                 if timeout_s is not None and now - started > timeout_s:
                     raise self._too_late(f"did not end within {timeout_s:.0f} s")
                 if idle_timeout_s is not None and now - last_byte > idle_timeout_s:
                     raise self._too_late(f"sent nothing for {idle_timeout_s:.0f} s")
                 selector.select(_POLL_S)
+
+    def _check_that_the_host_lives(self, channel: paramiko.Channel) -> None:
+        transport = channel.get_transport()
+        silent_s = transport.silent_for_s() if isinstance(transport, WatchedTransport) else 0.0
+        if silent_s > self.settings.silence_timeout_s:
+            # For every command on it: no answer will come to any, and none may wait to send.
+            self.close()
+            raise LinkLost(
+                f"{self.name} fell silent during a command: no sign of life for {silent_s:.0f} s.",
+                "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
+            )
 
     def _too_late(self, what: str) -> TransportError:
         self._give_up()
@@ -226,14 +236,14 @@ class Connection:
             reraise=True,
         )
         try:
-            return retrying(self._open().transport.open_session, timeout=SILENT_PEER_S)
+            return retrying(self._open().transport.open_session, timeout=self.settings.silence_timeout_s)
         except paramiko.ChannelException as error:
             raise self._no_session(error) from error
         except (paramiko.SSHException, EOFError, OSError):
             # The connection died since its last use: nothing was sent on this channel, so a second try is safe.
             self._give_up()
         try:
-            return self._open().transport.open_session(timeout=SILENT_PEER_S)
+            return self._open().transport.open_session(timeout=self.settings.silence_timeout_s)
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise self._no_session(error) from error
 
@@ -253,17 +263,25 @@ class Connection:
     def _connect_with_patience(self) -> fabric.Connection:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Retryable),
-            stop=tenacity.stop_after_attempt(CONNECT_ATTEMPTS),
+            # A host that let one try wait until its deadline is not asked again.
+            stop=tenacity.stop_after_attempt(CONNECT_ATTEMPTS)
+            | tenacity.stop_after_delay(self.settings.connect_timeout_s),
             wait=tenacity.wait_exponential_jitter(multiplier=0.3, max=3, jitter=0.3),
-            before_sleep=lambda state: self._notify(
-                f"{self.name} does not answer (try {state.attempt_number} of {CONNECT_ATTEMPTS}); waiting to try again"
-            ),
+            before_sleep=self._tell_of_retry,
             reraise=True,
         )
         try:
             return retrying(self._connect)
         except _Retryable as error:
             raise TransportError(error.message, error.hint) from error.__cause__
+
+    def _tell_of_retry(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        why = error.message.rstrip(".") if isinstance(error, _Retryable) else self.name
+        wait_s = state.next_action.sleep if state.next_action else 0.0
+        self._notify(
+            f"{why} (try {state.attempt_number} of {CONNECT_ATTEMPTS}); trying again in {wait_s:.1f} s"
+        )
 
     def _connect(self) -> fabric.Connection:
         settings = self.settings
@@ -291,10 +309,7 @@ class Connection:
                 f"{self.name}: no SSH connection to {where}: {_reason(error)}.",
                 "Is the host up, and are address and port right in the inventory?",
             ) from error
-        transport = connection.transport
-        transport.set_keepalive(KEEPALIVE_S)
-        if isinstance(transport.sock, socket.socket):
-            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_PEER_S * 1000)
+        connection.transport.ask_for_signs_of_life(settings.silence_timeout_s)
         return connection
 
     def _configured(self) -> fabric.Connection:
@@ -303,6 +318,7 @@ class Connection:
         connect_kwargs: dict[str, object] = {
             "banner_timeout": settings.connect_timeout_s,
             "auth_timeout": settings.connect_timeout_s,
+            "transport_factory": WatchedTransport,
         }
         if settings.identity_file:
             connect_kwargs |= self._only_key(Path(settings.identity_file).expanduser())

@@ -25,6 +25,7 @@ from orchestrator.inventory import Destination
 
 CHUNK_BYTES = 256 * 1024
 _PROBE_TIMEOUT_S = 30.0
+_UNPACK = ("tar", "--extract", "--file=-", "--directory=/", "--no-same-owner")
 
 ByteProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -76,10 +77,7 @@ class Container:
         partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
         digest = hashlib.sha256()
         try:
-            sent = self.run(
-                ["tar", "--extract", "--file=-", "--directory=/", "--no-same-owner"],
-                stdin=_tar_stream(source, str(partial), mode, digest, on_progress),
-            )
+            sent = self.run(_UNPACK, stdin=_tar_stream(source, str(partial), mode, digest, on_progress))
             if self.sha256(str(partial)) != digest.hexdigest():
                 raise self.explain(sent, f"{path} did not arrive whole")
             moved = self.run(["mv", "-T", "-f", str(partial), path], timeout_s=_PROBE_TIMEOUT_S)
@@ -88,6 +86,18 @@ class Container:
         except (RemoteError, UsageError):
             self.run(["rm", "-f", str(partial)], timeout_s=_PROBE_TIMEOUT_S)
             raise
+
+    def send(
+        self, source: bytes, path: str, *, mode: int = 0o644, on_progress: ByteProgress | None = None
+    ) -> None:
+        """Write ``source`` to ``path``, a name that nothing else uses, for a reader that checks it by its hash.
+
+        One command where :meth:`upload` needs three. Raises :class:`RemoteError` when tar could not write it.
+        """
+        sent = self.run(_UNPACK, stdin=_tar_stream(source, path, mode, hashlib.sha256(), on_progress))
+        if sent.exit_status != 0:
+            self.run(["rm", "-f", path], timeout_s=_PROBE_TIMEOUT_S)
+            raise self.explain(sent, f"{path} did not arrive whole")
 
     def sha256(self, path: str) -> str | None:
         """The SHA-256 of a file in the container in hex; None when it cannot be read."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,28 +30,61 @@ class Deployed:
     size_bytes: int
 
 
-def deploy(container: Container, report: StepReport, payload: Path = PAYLOAD) -> Deployed:
-    """Bring ``payload`` into the container, unless that very release is there.
+@dataclass(frozen=True)
+class Archive:
+    """A release as it travels."""
+
+    release: str
+    content: bytes
+    sha256: str
+
+
+class Payload:
+    """A payload tree at the desk, named and packed once for all containers that it goes to."""
+
+    def __init__(self, folder: Path = PAYLOAD) -> None:
+        self._folder = folder
+        self._packing = threading.Lock()
+        self._archive: Archive | None = None
+        self.release = tree_hash(folder)
+
+    def archive(self) -> Archive:
+        """The release as one archive. Its name differs from :attr:`release` if the tree has changed meanwhile."""
+        with self._packing:
+            if self._archive is None:
+                with tempfile.TemporaryDirectory(prefix="dflash-release-") as folder:
+                    path = Path(folder) / "release.zip"
+                    release, sha256, _ = build_archive(self._folder, path)
+                    self._archive = Archive(release, path.read_bytes(), sha256)
+            return self._archive
+
+
+def deploy(container: Container, report: StepReport, payload: Payload | None = None) -> Deployed:
+    """Bring ``payload`` (default: the desk's own) into the container, unless that very release is there.
 
     Raises :class:`orchestrator.errors.OrchestratorError`; the release that was current before stays so then.
     """
-    release = tree_hash(payload)
-    report.update(f"is release {release} there?")
-    agent = Agent.of_release(container, release)
+    payload = payload or Payload()
+    report.update(f"is release {payload.release} there?")
+    agent = Agent.of_release(container, payload.release)
     try:
-        agent.call("hello", {"release": release, "activate": True})
+        agent.call("hello", {"release": payload.release, "activate": True})
     except (NoAnswer, RemoteError):
         pass
     else:
-        return Deployed(release, already_there=True, size_bytes=0)
-    with tempfile.TemporaryDirectory(prefix="dflash-release-") as folder:
-        archive = Path(folder) / "release.zip"
-        release, sha256, size = build_archive(payload, archive)
-        path = f"{container.settings.root}/incoming/{release}-{secrets.token_hex(8)}.zip"
-        container.upload(
-            archive, path, mode=0o600, on_progress=lambda done, total: report.update("uploading", done, total)
-        )
-        Agent(container, path).call(
-            "receive", {"release": release, "sha256": sha256, "size": size}, on_event=report.on_event
-        )
-    return Deployed(release, already_there=False, size_bytes=size)
+        return Deployed(payload.release, already_there=True, size_bytes=0)
+    archive = payload.archive()
+    path = f"{container.settings.root}/incoming/{archive.release}-{secrets.token_hex(8)}.zip"
+    container.send(
+        archive.content,
+        path,
+        mode=0o600,
+        on_progress=lambda done, total: report.update("uploading", done, total),
+    )
+    size = len(archive.content)
+    Agent(container, path).call(
+        "receive",
+        {"release": archive.release, "sha256": archive.sha256, "size": size},
+        on_event=report.on_event,
+    )
+    return Deployed(archive.release, already_there=False, size_bytes=size)

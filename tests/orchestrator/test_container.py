@@ -192,3 +192,27 @@ def test_a_host_without_pct_is_named(connection: Connection, destination: Destin
     with pytest.raises(TransportError, match="local has no /usr/sbin/no-pct") as raised:
         raise container.explain(container.run(["true"]), "it did nothing")
     assert "Proxmox" in raised.value.hint
+
+
+def test_what_is_sent_for_a_reader_that_checks_it_is_one_file_of_the_mode_asked_for(
+    container: Container, folder: Path
+) -> None:
+    container.send(b"\0whole\n", str(folder / "sent"), mode=0o600)
+    assert (folder / "sent").read_bytes() == b"\0whole\n"
+    assert (folder / "sent").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_cannot_be_sent_is_an_error_in_words(container: Container, folder: Path) -> None:
+    (folder / "file").write_text("in the way")
+    with pytest.raises(RemoteError, match="did not arrive whole"):
+        container.send(b"x", str(folder / "file" / "sent"))
+
+
+def test_the_configuration_is_what_pct_says_and_nothing_for_a_container_that_is_not_there(
+    container: Container,
+) -> None:
+    config = container.configuration()
+    assert config is not None
+    assert config["unprivileged"] == "1"
+    container.destination = container.destination.model_copy(update={"container_id": "999"})
+    assert container.configuration() is None

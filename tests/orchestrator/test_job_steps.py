@@ -25,7 +25,7 @@ from orchestrator.agent import Agent, NoAnswer
 from orchestrator.connection import Connection
 from orchestrator.console import Console
 from orchestrator.container import Container
-from orchestrator.deploy import PAYLOAD, deploy
+from orchestrator.deploy import PAYLOAD, Payload, deploy
 from orchestrator.errors import RefusedError, RemoteError, TransportError, UsageError
 from orchestrator.fetch import fetch
 from orchestrator.inventory import Destination
@@ -109,7 +109,7 @@ def test_an_earlier_payload_becomes_current_again(container: Container, agent: A
     (other / "note.txt").write_text("another release")
     current = Path(container.settings.root) / "current"
     with QUIET.step("deploy") as report:
-        changed = deploy(container, report, other)
+        changed = deploy(container, report, Payload(other))
         assert current.resolve().name == changed.release
         back = deploy(container, report)
     assert back.already_there
