@@ -13,6 +13,7 @@ import typer
 from orchestrator.agent import Agent
 from orchestrator.checks import worst
 from orchestrator.cli_cache import cache_app
+from orchestrator.cli_evaluate import evaluate
 from orchestrator.cli_node import node_app
 from orchestrator.cli_options import (
     DEFAULT_NODE,
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 app.add_typer(node_app, name="node")
 app.add_typer(cache_app, name="cache")
+app.command()(evaluate)
 
 
 @app.command()

@@ -25,6 +25,16 @@ def resolve_recipe(
         rank_of = {gpu: rank for rank, gpu in enumerate(job_gpus(settings))}
         values["topology.targets"] = [rank_of[gpu] for gpu in settings.targets]
         values["topology.drafters"] = [rank_of[gpu] for gpu in settings.drafters]
+    values |= parse_overrides(overrides)
+    try:
+        return load_recipe(name or settings.recipe, values)
+    except PayloadError as error:
+        raise UsageError(error.message, error.hint) from None
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` texts as values by key; a value is YAML. Raises :class:`UsageError`."""
+    values: dict[str, Any] = {}
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -35,10 +45,7 @@ def resolve_recipe(
             values[key.strip()] = yaml.safe_load(text)
         except yaml.YAMLError:
             raise UsageError(f"--set {override}: {text!r} is not a YAML value.") from None
-    try:
-        return load_recipe(name or settings.recipe, values)
-    except PayloadError as error:
-        raise UsageError(error.message, error.hint) from None
+    return values
 
 
 def job_gpus(settings: ContainerSettings) -> list[int]:

@@ -2,9 +2,10 @@
 
 ``python -m payload.evaluate`` answers one request of the agent's protocol. Its fields:
 
-- ``recipe``: the resolved recipe (its target and ``data.eval`` are used);
-- ``drafter``: a drafter's folder in z-lab's format, or a run's folder, whose newest whole checkpoint is taken; a
-  relative path counts from the root;
+- ``drafter``: a drafter's folder in z-lab's format, or a run's folder; a relative path counts from the root;
+- ``checkpoint``: of a run, ``newest`` (the default), ``best`` by held-out accepted length, or a step's number;
+- ``recipe``: the resolved recipe (its target and ``data.eval`` are used); missing takes the run's own;
+- ``overrides``: values of the recipe to change, as ``{"data.eval_rows": 8}``;
 - ``prompts``: a JSONL file instead of the recipe's held-out rows;
 - ``max_new_tokens``, ``temperature``, ``seed``: by default the recipe's length, 0 (greedy) and 0;
 - ``device``: ``cuda`` or ``cpu``; missing takes the GPU when there is one.
@@ -23,24 +24,25 @@ from typing import Any
 
 import torch
 
+from payload.agent.durable import read_json
 from payload.agent.protocol import Events, Request, serve
 from payload.data.sealed import open_sealed
 from payload.data.tokens import load_tokenizer
-from payload.decode import evaluate
 from payload.demo.target import ensure_demo_target
 from payload.drafter.checkpoint import load_drafter
 from payload.errors import PayloadError
 from payload.recipe import Recipe, recipe_from_dict
 from payload.target import Target
-from payload.trainer.checkpoint import checkpoint_folders
-from payload.trainer.heldout import held_out_prompts
+from payload.trainer.checkpoint import best_checkpoint, checkpoint_folders
+from payload.trainer.heldout import Sampling, held_out_prompts, measure
 
 
 def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
     """Handle one request (see the module). Raises PayloadError when drafter, target or prompts are missing."""
-    recipe = _with_prompts(recipe_from_dict(request.need("recipe", dict)), request)
+    named = Path(request.root) / request.need("drafter", str)
+    folder = find_drafter(named, request.get("checkpoint", str) or "newest", events)
+    recipe = _with_prompts(_recipe(request, named), request)
     device = torch.device(request.get("device", str) or ("cuda" if torch.cuda.is_available() else "cpu"))
-    folder = find_drafter(Path(request.root) / request.need("drafter", str), events)
     spec = recipe.target
     if spec.model == "demo":
         spec = replace(spec, model=str(ensure_demo_target(Path(request.root), events.progress)))
@@ -58,16 +60,15 @@ def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
         )
     held_out = held_out_prompts(recipe, load_tokenizer(spec), target.config)
     temperature = request.get("temperature", float) or 0.0
-    events.progress(f"decoding {len(held_out.prompts)} prompts")
     generator = torch.Generator(device=device).manual_seed(request.get("seed", int) or 0)
-    result = evaluate(
+    result = measure(
         target,
         drafter.eval(),
-        held_out.prompts,
+        held_out,
         request.get("max_new_tokens", int) or recipe.train.eval_max_new_tokens,
-        temperature,
-        eos_token_ids=held_out.eos_token_ids,
-        generator=generator,
+        compare_plain=True,
+        on_progress=lambda done, total: events.progress("decoding the prompts", done, total),
+        sampling=Sampling(temperature, generator),
     )
     measured = dict(vars(result))
     return {
@@ -79,22 +80,51 @@ def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
     }
 
 
-def find_drafter(path: Path, events: Events) -> Path:
-    """The drafter's folder that ``path`` is, or that the newest whole checkpoint of the run ``path`` holds."""
+def find_drafter(path: Path, checkpoint: str, events: Events) -> Path:
+    """The drafter's folder that ``path`` is, or that a whole checkpoint of the run ``path`` holds.
+
+    ``checkpoint`` is ``newest``, ``best`` or a step's number. Raises PayloadError (kind usage) when there is none.
+    """
     if (path / "config.json").is_file():
         return path
-    for _, folder in sorted(checkpoint_folders(path / "checkpoints").items(), reverse=True):
+    folders = checkpoint_folders(path / "checkpoints")
+    if checkpoint.isdecimal():
+        folders = {step: folder for step, folder in folders.items() if step == int(checkpoint)}
+    elif checkpoint == "best":
+        best = best_checkpoint(path / "checkpoints")
+        folders = {} if best is None else {best: folders[best]}
+    elif checkpoint != "newest":
+        raise PayloadError(
+            f"checkpoint is {checkpoint!r}.", "It is newest, best or a step's number.", "usage"
+        )
+    for _, folder in sorted(folders.items(), reverse=True):
         try:
             open_sealed(folder)
         except PayloadError as error:
             events.note(f"warning: passed over: {error.message}")
             continue
         return folder / "drafter"
+    which = {"newest": "", "best": " that was measured"}.get(checkpoint, f" of step {checkpoint}")
     raise PayloadError(
-        f"There is no drafter in {path}: neither an export nor a run with a whole checkpoint.",
+        f"There is no drafter in {path}: neither an export nor a run with a whole checkpoint{which}.",
         hint="Name a folder with config.json and model.safetensors, or a run that has written a checkpoint.",
         kind="usage",
     )
+
+
+def _recipe(request: Request, drafter: Path) -> Recipe:
+    overrides = request.get("overrides", dict) or {}
+    recipe = request.get("recipe", dict)
+    if recipe is not None:
+        return recipe_from_dict(recipe, overrides=overrides)
+    try:
+        return recipe_from_dict(read_json(drafter / "spec.json")["recipe"], f"{drafter}/spec.json", overrides)
+    except (OSError, KeyError, TypeError):
+        raise PayloadError(
+            f"{drafter} is not the folder of a run, so the recipe that it was trained with is not known.",
+            "Give a run, or the recipe.",
+            kind="usage",
+        ) from None
 
 
 def _with_prompts(recipe: Recipe, request: Request) -> Recipe:

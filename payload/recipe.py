@@ -177,16 +177,24 @@ def load_recipe(path_or_name: str | Path, overrides: dict[str, Any] | None = Non
             f"No recipe {path_or_name}.", hint=f"Name one of {known}, or a YAML file.", kind="usage"
         )
     located = read_yaml(path)
-    for key, value in (overrides or {}).items():
-        located = _override(located, key.split("."), value, f"override {key}")
     if isinstance(located.value, dict) and "name" not in located.value:
         located.value["name"] = Located(path.stem, located.where)
-    return _checked(bind(Recipe, located), located)
+    return _checked_with(located, overrides)
 
 
-def recipe_from_dict(plain: dict[str, Any], where: str = "recipe") -> Recipe:
-    """The recipe that ``to_dict`` wrote. Raises ``PayloadError`` naming ``where`` if it is not one."""
-    located = locate(plain, where)
+def recipe_from_dict(
+    plain: dict[str, Any], where: str = "recipe", overrides: dict[str, Any] | None = None
+) -> Recipe:
+    """The recipe that ``to_dict`` wrote, with overrides as in ``load_recipe``.
+
+    Raises ``PayloadError`` naming ``where`` if it is not one.
+    """
+    return _checked_with(locate(plain, where), overrides)
+
+
+def _checked_with(located: Located, overrides: dict[str, Any] | None) -> Recipe:
+    for key, value in (overrides or {}).items():
+        located = _override(located, key.split("."), value, f"override {key}")
     return _checked(bind(Recipe, located), located)
 
 

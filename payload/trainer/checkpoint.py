@@ -130,18 +130,22 @@ def checkpoint_to_resume(
 def drop_old_checkpoints(checkpoints: Path, keep_last: int) -> list[int]:
     """Delete all but the newest ``keep_last`` and the one with the greatest accepted length; returns dropped steps."""
     folders = checkpoint_folders(checkpoints)
-    kept = set(sorted(folders)[-keep_last:])
-    scores = {
-        step: accepted for step, folder in folders.items() if (accepted := _accepted(folder)) is not None
-    }
-    if scores:
-        kept.add(max(scores, key=lambda step: (scores[step], step)))
-    dropped = sorted(set(folders) - kept)
+    dropped = sorted(set(folders) - {*sorted(folders)[-keep_last:], best_checkpoint(checkpoints)})
     for step in dropped:
         # The manifest goes first: what is left of an interrupted deletion is no checkpoint.
         (folders[step] / "manifest.json").unlink(missing_ok=True)
         shutil.rmtree(folders[step])
     return dropped
+
+
+def best_checkpoint(checkpoints: Path) -> int | None:
+    """The step with the greatest held-out accepted length, the later of equals; None when none was measured."""
+    scores = {
+        step: accepted
+        for step, folder in checkpoint_folders(checkpoints).items()
+        if (accepted := _accepted(folder)) is not None
+    }
+    return max(scores, key=lambda step: (scores[step], step)) if scores else None
 
 
 def checkpoint_folders(checkpoints: Path) -> dict[int, Path]:

@@ -16,7 +16,7 @@ from payload.trainer.run import Run
 class Evaluator(Protocol):
     """What decodes held-out prompts with a drafter's state: a collective of the targets."""
 
-    def evaluate(self, state: dict[str, torch.Tensor], compare_plain: bool) -> Acceptance: ...
+    def evaluate(self, state: dict[str, torch.Tensor], compare_plain: bool) -> Acceptance | None: ...
 
 
 def evaluate_everywhere(
@@ -24,7 +24,7 @@ def evaluate_everywhere(
 ) -> Acceptance | None:
     """Bring the drafter's weights to the targets, decode there, and bring the result to the lead drafter.
 
-    Called by all ranks; returns the result on targets and on the lead drafter.
+    Called by all ranks; returns the result on targets and on the lead drafter, None when a stop cut it short.
     """
     state = program.full_state() if program is not None else {}
     lead = run.ranks.rank == run.roles.lead_drafter

@@ -73,7 +73,7 @@ class EarlyEnd:
 
     def __init__(self, store: dist.Store) -> None:
         # A connection of its own: the rank's may be held by a call that waits.
-        self._store = store.clone()
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._over = threading.Event()
 
     def give(self, status: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from payload.data.rows import read_rows
@@ -16,7 +17,7 @@ from payload.errors import PayloadError
 from payload.recipe import Recipe
 from payload.target import Target
 
-# A speculative decode is warmed up at each call of ``evaluate``, and a stop is looked for between calls.
+# A speculative decode is warmed up at each call of ``evaluate``; between calls a stop is looked for and progress told.
 _PROMPTS_AT_ONCE = 8
 
 
@@ -26,6 +27,16 @@ class HeldOut:
 
     prompts: tuple[tuple[int, ...], ...]
     eos_token_ids: frozenset[int]
+
+
+class Sampling(NamedTuple):
+    """Temperature 0 is greedy; the generator lives on the target's device."""
+
+    temperature: float
+    generator: torch.Generator | None
+
+
+GREEDY = Sampling(0.0, None)
 
 
 def held_out_prompts(recipe: Recipe, tokenizer: Any, target_config: Any) -> HeldOut:
@@ -49,18 +60,22 @@ def measure(
     group: dist.ProcessGroup | None = None,
     compare_plain: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Acceptance:
-    """Decode the prompts greedily, each member of ``group`` its share, and give every member the same summary.
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    sampling: Sampling = GREEDY,
+) -> Acceptance | None:
+    """Decode the prompts, each member of ``group`` its share, and give every member the same summary.
 
-    ``drafter`` has the target's device and type. Once ``should_stop`` says so, no further prompts are begun. A
-    collective of ``group`` (the targets).
+    ``drafter`` has the target's device and type. Once ``should_stop`` says so on any member, no further prompts are
+    begun there and the result is None: the prompts that were decoded are not a fair sample. ``on_progress`` gets this
+    member's prompts done, and all of its share. A collective of ``group`` (the targets).
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     share = held_out.prompts[rank::size]
     parts: list[Acceptance] = []
     for start in range(0, len(share), _PROMPTS_AT_ONCE):
-        if parts and should_stop():
+        if should_stop():
             break
+        on_progress(start, len(share))
         some = share[start : start + _PROMPTS_AT_ONCE]
         parts.append(
             evaluate(
@@ -68,7 +83,9 @@ def measure(
                 drafter,
                 some,
                 max_new_tokens,
+                sampling.temperature,
                 eos_token_ids=held_out.eos_token_ids,
+                generator=sampling.generator,
                 compare_plain=compare_plain,
             )
         )
@@ -76,7 +93,8 @@ def measure(
         gathered: list[list[Acceptance]] = [[] for _ in range(size)]
         dist.all_gather_object(gathered, parts, group=group)
         parts = [part for of_rank in gathered for part in of_rank]
-    return combine(parts)
+    whole = combine(parts)
+    return whole if whole.prompts == len(held_out.prompts) else None
 
 
 def combine(parts: Sequence[Acceptance]) -> Acceptance:

@@ -14,6 +14,7 @@ from payload.trainer.evaluation import evaluate_everywhere
 from payload.trainer.heldout import HeldOut, measure
 from payload.trainer.program import TargetProgram
 from payload.trainer.run import Run
+from payload.trainer.stopwatch import Stopwatch
 from payload.trainer.transfer import Outbox, Supply
 
 
@@ -36,9 +37,8 @@ class TargetSide:
         self._rows = rows
         self._held_out = held_out
         self._cache = cache
-        self.outbox = Outbox(
-            run.ranks.rank, run.groups.links, run.ranks.device, run.recipe.train.prefetch
-        )
+        self.outbox = Outbox(run.ranks.rank, run.groups.links, run.ranks.device, run.recipe.train.prefetch)
+        self.features_time = Stopwatch(run.ranks.device)
         self.data_wait_s = 0.0
 
     def produce(self, micro_batch: int) -> Supply:
@@ -48,7 +48,10 @@ class TargetSide:
         batch = self._rows.gather(numbers).to(self._run.ranks.device)
         cached = self._read_features(self._cache, numbers) if self._cache is not None else None
         self.data_wait_s += time.monotonic() - started
-        return self._program.produce(batch) if cached is None else Supply(batch, *cached)
+        if cached is not None:
+            return Supply(batch, *cached)
+        with self.features_time.measured():
+            return self._program.produce(batch)
 
     def _read_features(
         self, cache: FeatureCache, numbers: list[int]
@@ -66,8 +69,8 @@ class TargetSide:
             teacher[len(numbers) :] = 0
         return features, teacher
 
-    def evaluate(self, state: dict[str, torch.Tensor], compare_plain: bool) -> Acceptance:
-        """Held-out acceptance of a drafter's state; a collective of the targets."""
+    def evaluate(self, state: dict[str, torch.Tensor], compare_plain: bool) -> Acceptance | None:
+        """Held-out acceptance of a drafter's state, None when a stop cut it short; a collective of the targets."""
         target = self._program.target
         drafter = DFlashDrafter(self._run.config).to(target.device, target.dtype).eval()
         drafter.load_state_dict(state)

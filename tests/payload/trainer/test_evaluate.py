@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from payload.errors import PayloadError
+from payload.evaluate import find_drafter
+from payload.trainer.checkpoint import write_checkpoint
 from tests.payload.trainer.jobs import run, tiny_recipe
+from tests.payload.trainer.test_parts import CONFIG, snapshot
 
 
 def ask(root: Path, **fields: Any) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
@@ -39,6 +43,18 @@ def finished(
     return root, {"recipe": recipe.to_dict(), "job": job}
 
 
+def test_a_run_is_evaluated_with_its_own_recipe_and_what_is_changed_of_it(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    root, _ = finished
+    overrides = {"data.eval_rows": 9, "train.eval_max_new_tokens": 4}
+    status, final, events = ask(root, drafter="runs/a", device="cpu", overrides=overrides)
+    assert status == 0, final
+    assert final["result"]["drafter"].endswith("step-000006/drafter")
+    assert (final["result"]["prompts"], final["result"]["tokens"]) == (9, 36)
+    assert [(event["done"], event["total"]) for event in events if "done" in event] == [(0, 9), (8, 9)]
+
+
 def test_a_run_is_evaluated_by_its_newest_whole_checkpoint(finished: tuple[Path, dict[str, Any]]) -> None:
     root, made = finished
     (root / "runs" / "a" / "checkpoints" / "step-000006" / "state.json").write_text("{}")
@@ -52,9 +68,24 @@ def test_a_run_is_evaluated_by_its_newest_whole_checkpoint(finished: tuple[Path,
     assert any("passed over" in event.get("message", "") for event in events)
 
 
-def test_a_folder_without_a_drafter_is_an_error_in_words(finished: tuple[Path, dict[str, Any]]) -> None:
-    root, made = finished
-    status, final, _ = ask(root, recipe=made["recipe"], drafter="runs", device="cpu")
-    assert status == 1
-    assert final["error"]["kind"] == "usage"
-    assert "no drafter" in final["error"]["message"]
+class Notes:
+    """An ``Events`` that keeps what a person would see."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def test_a_checkpoint_is_chosen_by_newest_by_step_or_as_the_best(tmp_path: Path) -> None:
+    for step, accepted in ((1, 2.0), (2, 3.0), (3, None)):
+        write_checkpoint(tmp_path / "checkpoints", snapshot(step, accepted), CONFIG)
+    for checkpoint, step in (("newest", 3), ("1", 1), ("best", 2)):
+        found = find_drafter(tmp_path, checkpoint, Notes())  # type: ignore[arg-type]
+        assert found == tmp_path / "checkpoints" / f"step-{step:06d}" / "drafter"
+        assert find_drafter(found, checkpoint, Notes()) == found  # type: ignore[arg-type]
+    for checkpoint, words in (("9", "no drafter in .* of step 9"), ("latest", "newest, best or a step")):
+        with pytest.raises(PayloadError, match=words) as caught:
+            find_drafter(tmp_path, checkpoint, Notes())  # type: ignore[arg-type]
+        assert caught.value.kind == "usage"

@@ -1,0 +1,81 @@
+"""The command `orchestrator evaluate`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli_options import (
+    CtOption,
+    HostOption,
+    InventoryOption,
+    JsonOption,
+    RecipeOption,
+    RunArgument,
+    SetOption,
+    open_step,
+)
+from orchestrator.console import Console
+from orchestrator.errors import UsageError
+from orchestrator.evaluate import Question, refuse_beside_a_job, show_evaluation
+from orchestrator.evaluate import evaluate as evaluate_drafter
+from orchestrator.inventory import DEFAULT_INVENTORY
+from orchestrator.recipes import parse_overrides, resolve_recipe
+from orchestrator.records import RUN_ID
+from orchestrator.status import newest_run
+
+
+def evaluate(
+    run: RunArgument = None,
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    recipe: RecipeOption = None,
+    override: SetOption = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option("--drafter", metavar="PATH", help="An exported drafter in the container, not a run's."),
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="Of the run: newest, best, or a step's number.")
+    ] = "newest",
+    prompts: Annotated[
+        str | None,
+        typer.Option("--prompts", metavar="PATH", help="JSONL in the container, not the recipe's data.eval."),
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="An answer's length; else the recipe's.")
+    ] = None,
+    beside: Annotated[bool, typer.Option("--beside", help="Even while a job holds the GPUs.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Decode held-out prompts with a drafter: accepted length, speed, and whether the text is the target's."""
+    if run is not None and not RUN_ID.fullmatch(run):
+        raise UsageError(f"{run}: not a run id.", "`status` lists the runs of a container.")
+    if drafter is not None and recipe is None:
+        raise UsageError(
+            "--drafter without --recipe: which target it drafts for is not known.",
+            "Name the recipe whose target it is: RECIPE= (--recipe).",
+        )
+    console = Console()
+    with open_step("evaluate", console, host, ct, inventory) as (agent, report):
+        if not beside:
+            refuse_beside_a_job(agent)
+        own = recipe is None
+        question = Question(
+            drafter=drafter or f"runs/{run or newest_run(agent)}",
+            checkpoint=checkpoint,
+            recipe=None if own else resolve_recipe(agent.container.settings, recipe, override or ()),
+            overrides=parse_overrides(override or ()) if own else {},
+            prompts=prompts,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+        )
+        found = evaluate_drafter(agent, question, report, beside=beside)
+        report.outcome = f"accepted length {found['accepted_length']:.2f} on {found['prompts']} prompts"
+    if as_json:
+        console.json(found)
+    else:
+        show_evaluation(console, found)
