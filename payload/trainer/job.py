@@ -38,6 +38,7 @@ from payload.trainer.ranks import Pace, Ranks, StopSignal, join, leave, say, sub
 from payload.trainer.reporting import RunReport
 from payload.trainer.roles import Roles, roles_of
 from payload.trainer.run import Groups, Run
+from payload.trainer.summary import write_summaries
 from payload.trainer.target_side import TargetSide, run_target
 from payload.trainer.transfer import Links
 
@@ -164,10 +165,13 @@ def _train(
     if not is_drafter:
         assert side is not None
         run_target(run, side)
-        return 0 if run.pace.last_step == recipe.train.steps else EXIT_STOPPED
-    snapshot = read_checkpoint(resumed) if resumed is not None else None
-    program = _drafter_program(run, head, embedding, snapshot)
-    return _run_drafter(run, program, side, progress)
+        status = 0 if run.pace.last_step == recipe.train.steps else EXIT_STOPPED
+    else:
+        snapshot = read_checkpoint(resumed) if resumed is not None else None
+        program = _drafter_program(run, head, embedding, snapshot)
+        status = _run_drafter(run, program, side, progress)
+    write_summaries(run, side)
+    return status
 
 
 def _target_side(run: Run, prepared: Prepared, target: Target | None) -> TargetSide:

@@ -7,15 +7,13 @@ bounded in number: a target computes the next micro-batch while the last one tra
 Between GPUs NCCL does as a queue does: what one pair of ranks posted on one communicator runs in the order of posting,
 and a receive that is posted holds a few multiprocessors until its message comes. So each direction between two ranks
 has a communicator of its own (`Links`); all of them are opened before the first step, in one order; and a wait
-holds up the GPU's stream, not the host, and is measured there (`Waits`).
+holds up the GPU's stream, not the host, and is measured there (`Stopwatch`).
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from payload.data.batch import Batch, positions_of
+from payload.trainer.stopwatch import Stopwatch
 
 
 class Supply(NamedTuple):
@@ -109,40 +108,6 @@ class Links:
                 dist.recv(number, producer, group=self.group(producer, consumer))
 
 
-class Waits:
-    """Time spent waiting for messages.
-
-    On a CPU the host waits. On a GPU the stream does, while the host runs ahead: there, events around the wait tell.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._unread: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Count what waits inside."""
-        if not self._on_gpu:
-            began = time.monotonic()
-            yield
-            self._seconds += time.monotonic() - began
-            return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        yield
-        after.record()
-        self._unread.append((before, after))
-
-    @property
-    def seconds(self) -> float:
-        """All waits so far; on a GPU those that are over."""
-        while self._unread and self._unread[0][1].query():
-            before, after = self._unread.popleft()
-            self._seconds += before.elapsed_time(after) / 1000
-        return self._seconds
-
-
 class Outbox:
     """Sends in flight from rank ``rank``, at most ``capacity`` messages of them."""
 
@@ -151,7 +116,7 @@ class Outbox:
         self._links = links
         self._capacity = capacity
         self._in_flight: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
-        self._waits = Waits(device)
+        self._waits = Stopwatch(device)
 
     @property
     def waited_s(self) -> float:
@@ -194,7 +159,7 @@ class Inbox:
         self._free: list[list[torch.Tensor]] = []
         self._expected: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
         self._in_use: list[torch.Tensor] | None = None
-        self._waits = Waits(device)
+        self._waits = Stopwatch(device)
 
     @property
     def waited_s(self) -> float:

@@ -85,6 +85,10 @@ def test_any_split_of_roles_ends_and_learns_from_the_same_micro_batches(
     )
     assert list(job.losses().values()) == pytest.approx(list(alone.losses().values()), rel=1e-4)
     assert [line["step"] for line in job.lines("eval")] == [0, 2, 4]
+    ranks = json.loads((job.run_dir / "ranks.json").read_text())
+    assert [one["rank"] for one in ranks if one["target"]] == targets
+    assert [one["rank"] for one in ranks if one["drafter"]] == drafters
+    assert all((one["features_s"] is not None) == one["target"] for one in ranks)
 
 
 @pytest.mark.slow
