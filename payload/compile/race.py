@@ -96,7 +96,10 @@ def expected_outcomes(scenario: str, guard: bool, device: str, home: FlagHome) -
         return ("raised",)
     if scenario == "lazy-backward":
         # A CPU runs a backward pass in the thread that asked for it, so nobody waits for an autograd thread.
-        return ("passed",) if device == "cpu" else ("hung", "passed")
+        if device == "cpu":
+            return ("passed",)
+        # It hung every time on 2.11; builds that keep the flag in the thread have not been seen on a GPU.
+        return ("hung",) if home is FlagHome.GLOBAL else ("hung", "passed")
     return ("passed", "raised", "diverged", "hung")
 
 
