@@ -46,6 +46,10 @@ class TransportError(OrchestratorError):
     exit_status = 3
 
 
+class LinkLost(TransportError):
+    """The link broke, or the host fell silent, with something under way. What may be repeated may be tried again."""
+
+
 class RefusedError(OrchestratorError):
     """A check forbids going on: a pin that does not match, a job that already runs."""
 

@@ -183,6 +183,7 @@ class HostSettings(_Section):
     pct: str = "/usr/sbin/pct"
     sudo: bool | None = None
     connect_timeout_s: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 10.0
+    silence_timeout_s: Annotated[float, Field(ge=1, le=600, allow_inf_nan=False)] = 15.0
     containers: dict[str, ContainerSettings] = {}
 
 

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.connection import Connection, quote
-from orchestrator.errors import TransportError, UsageError
+from orchestrator.errors import LinkLost, TransportError, UsageError
 from orchestrator.inventory import Destination, HostSettings, load_inventory, resolve
 from orchestrator.localnode import node
 from orchestrator.localnode.server import ServerOptions
+from tests.faulty_link import FaultyLink
 
 ECHO_ARGUMENTS = "import json, os, sys; print(json.dumps([list(os.fsencode(a)) for a in sys.argv[1:]]))"
 
@@ -232,6 +233,33 @@ def test_a_link_that_breaks_during_a_command_is_a_transport_error_and_never_a_re
         connection.run(
             [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(30)"], on_stdout=cut
         )
+
+
+def test_a_host_that_falls_silent_is_noticed_within_its_deadline_though_the_link_stands(
+    destination: Destination,
+) -> None:
+    with FaultyLink(destination.host.port or 22) as link:
+        known_hosts = Path(str(destination.host.known_hosts))
+        line = known_hosts.read_text().replace(f":{destination.host.port} ", f":{link.port} ")
+        known_hosts.write_text(known_hosts.read_text() + line)
+        host = destination.host.model_copy(update={"port": link.port, "silence_timeout_s": 1.5})
+        with Connection("lab", host) as connection:
+            began = time.monotonic()
+            assert connection.run(["sh", "-c", "sleep 3; echo done"]).stdout == b"done\n", (
+                "quiet is not silent"
+            )
+            with pytest.raises(LinkLost, match="lab fell silent during a command"):
+                connection.run(["sh", "-c", "echo begun; sleep 60"], on_stdout=lambda _: link.stall())
+    assert time.monotonic() - began < 3 + 4
+
+
+def test_a_host_that_accepts_and_says_nothing_costs_one_connect_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        host = HostSettings(address="127.0.0.1", port=mute.getsockname()[1], connect_timeout_s=1)
+        began = time.monotonic()
+        with pytest.raises(TransportError, match="no answer in time"):
+            Connection("lab", host).run(["true"])
+    assert time.monotonic() - began < 2.5
 
 
 def test_an_error_of_whoever_takes_the_output_is_not_taken_for_the_links(connection: Connection) -> None:
