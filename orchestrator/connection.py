@@ -64,9 +64,16 @@ class Connection:
     """
 
     def __init__(
-        self, name: str, settings: HostSettings, notify: Callable[[str], None] = lambda _: None
+        self,
+        name: str,
+        settings: HostSettings,
+        notify: Callable[[str], None] = lambda _: None,
+        *,
+        wait_for_silent: bool = True,
     ) -> None:
+        """``wait_for_silent``: whether a host that let a whole timeout pass while one connects is tried again."""
         self.name = name
+        self._wait_for_silent = wait_for_silent
         self.settings = settings
         self._notify = notify
         self._fabric: fabric.Connection | None = None
@@ -82,6 +89,10 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def open(self) -> None:
+        """Connect now, rather than with the first command. Raises as :meth:`run` does."""
+        self._open()
 
     def close(self) -> None:
         connection, self._fabric = self._fabric, None
@@ -262,7 +273,9 @@ class Connection:
 
     def _connect_with_patience(self) -> fabric.Connection:
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_Retryable),
+            retry=tenacity.retry_if_exception(
+                lambda error: isinstance(error, _Retryable) and (self._wait_for_silent or not error.silent)
+            ),
             # A host that let one try wait until its deadline is not asked again.
             stop=tenacity.stop_after_attempt(CONNECT_ATTEMPTS)
             | tenacity.stop_after_delay(self.settings.connect_timeout_s),
@@ -288,6 +301,7 @@ class Connection:
         connection = self._configured()
         trust_only_known_hosts(connection, settings.known_hosts)
         where = f"{connection.user}@{connection.host}:{connection.port}"
+        began = time.monotonic()
         try:
             connection.open()
         except HostKeyRefused as error:
@@ -308,6 +322,7 @@ class Connection:
             raise _Retryable(
                 f"{self.name}: no SSH connection to {where}: {_reason(error)}.",
                 "Is the host up, and are address and port right in the inventory?",
+                silent=time.monotonic() - began >= settings.connect_timeout_s,
             ) from error
         connection.transport.ask_for_signs_of_life(settings.silence_timeout_s)
         return connection
@@ -365,6 +380,10 @@ class Connection:
 
 class _Retryable(TransportError):
     """No connection yet, so nothing was asked of the host: trying again is safe."""
+
+    def __init__(self, message: str, hint: str, *, silent: bool) -> None:
+        super().__init__(message, hint)
+        self.silent = silent
 
 
 class _SinkFailed(Exception):
