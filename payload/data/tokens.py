@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,20 +111,39 @@ def verify_template(tokenizer: Any) -> None:
             hint="Give rows of text or token ids, or a target whose tokenizer has a template.",
             kind="refused",
         )
-    answer = "It is seven, I think."
-    probe = [{"role": "user", "content": "How many days?"}, {"role": "assistant", "content": answer}]
+    _check_mask(tokenizer, [_PROBE[0]])
     try:
-        example = encode_chat(probe, tokenizer, Counter())
+        _check_mask(tokenizer, _PROBE)
+    except RowSkippedError:
+        # Some templates know one turn only: longer conversations are then skipped one by one, and counted.
+        return
+
+
+_PROBE = (("How many days?", "It is seven, I think."), ("And how many nights?", "As many, of course."))
+
+
+def _check_mask(tokenizer: Any, exchanges: Sequence[tuple[str, str]]) -> None:
+    """Raise unless what is supervised of a conversation has its last answer and none of its questions."""
+    turns = [
+        {"role": role, "content": text}
+        for exchange in exchanges
+        for role, text in zip(("user", "assistant"), exchange, strict=True)
+    ]
+    try:
+        example = encode_chat(turns, tokenizer, Counter())
     except RowSkippedError as error:
+        if len(exchanges) > 1:
+            raise
         raise PayloadError(
             f"The chat template cannot be used for training: {error}.", kind="refused"
         ) from error
     supervised = [token for token, kept in zip(example.input_ids, example.loss_mask, strict=True) if kept]
     text = tokenizer.decode(supervised, skip_special_tokens=False)
-    if answer not in text or "How many days?" in text:
+    answer = exchanges[-1][1]
+    if answer not in text or any(question in text for question, _ in exchanges):
         raise PayloadError(
             f"The chat template supervises {text!r} where the answer is {answer!r}.",
-            hint="The template rewrites the answer or renders the question after it; training on it would teach that.",
+            hint="The template rewrites the answer or renders a question after it; training on it would teach that.",
             kind="refused",
         )
 
@@ -138,10 +158,14 @@ def _render(tokenizer: Any, messages: list[dict[str, str]], generation: bool) ->
 
 
 def _end_of_turn(ids: list[int], start: int, tokenizer: Any) -> int:
-    """One past the last end-of-turn token after ``start``: what a template adds behind it is not generated."""
+    """One past the last special token after ``start`` behind which a template adds nothing but white space.
+
+    That token ends the turn, and what follows it is not generated. It need not be the tokenizer's end of text.
+    """
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for index in range(len(ids) - 1, start - 1, -1):
-        if ids[index] == tokenizer.eos_token_id:
-            return index + 1
+        if ids[index] in special or ids[index] == tokenizer.eos_token_id:
+            return len(ids) if tokenizer.decode(ids[index + 1 :]).strip() else index + 1
     return len(ids)
 
 

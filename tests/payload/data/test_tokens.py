@@ -30,6 +30,22 @@ DROPS_THE_ANSWER = (
 )
 
 
+ENDS_TURNS_OTHERWISE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|mask|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_END_OF_TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+QUESTIONS_LAST = (
+    "{% for m in messages if m.role == 'assistant' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% for m in messages if m.role == 'user' and not loop.first %}{{ m.content }}<|im_end|>{% endfor %}"
+)
+ONE_TURN_ONLY = (
+    "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def encode(content: Any, words: Any, **changes: Any) -> tuple[Example, Counter[str]]:
     notes: Counter[str] = Counter()
     limits = {"max_length": 256, "min_loss_tokens": 1} | changes
@@ -94,11 +110,35 @@ def test_turns_that_the_template_renders_otherwise_later_are_not_supervised(word
     assert sum(notes.values()) == 1
 
 
-def test_the_demos_template_is_accepted(words: Any) -> None:
-    verify_template(words)
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (ENDS_TURNS_OTHERWISE, "Seven apples.<|mask|>Nine.<|mask|>"),
+        (NO_END_OF_TURN, "assistant: Seven apples.\nassistant: Nine.\n"),
+    ],
+)
+def test_a_turn_need_not_end_with_the_end_of_text(words: Any, template: str, expected: str) -> None:
+    """The end of a turn is often another token than the end of text; the answer is not erased for that."""
+    changed = with_template(words, template)
+    example, notes = encode({"messages": [QUESTION, ANSWER, SECOND, LAST]}, changed)
+    assert supervised(example, changed) == expected
+    assert not notes
+    verify_template(changed)
 
 
-@pytest.mark.parametrize("template", [None, UNLIKE_ITS_PROMPT, DROPS_THE_ANSWER])
+def test_a_special_token_inside_an_answer_does_not_cut_it(words: Any) -> None:
+    changed = with_template(words, NO_END_OF_TURN)
+    spoken = {"role": "assistant", "content": "Seven <|mask|> apples."}
+    example, _ = encode({"messages": [QUESTION, spoken]}, changed)
+    assert supervised(example, changed).rstrip().endswith("apples.")
+
+
+@pytest.mark.parametrize("template", ["own", REWRITES_HISTORY, ONE_TURN_ONLY])
+def test_a_template_whose_mask_is_the_last_answer_is_accepted(words: Any, template: str) -> None:
+    verify_template(words if template == "own" else with_template(words, template))
+
+
+@pytest.mark.parametrize("template", [None, UNLIKE_ITS_PROMPT, DROPS_THE_ANSWER, QUESTIONS_LAST])
 def test_a_template_whose_mask_would_be_empty_or_wrong_is_refused(words: Any, template: str | None) -> None:
     changed = copy.deepcopy(words)
     changed.chat_template = template
