@@ -24,6 +24,7 @@ SUPPORTED_FAMILIES = {
     "qwen3": "Qwen3",
     "qwen2": "Qwen2 and Qwen2.5",
     "llama": "Llama, SmolLM and SmolLM2",
+    "smollm3": "SmolLM3",
 }
 
 

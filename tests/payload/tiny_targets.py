@@ -8,7 +8,7 @@ import torch
 
 from payload.target import Target
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama", "smollm3")
 
 
 def tiny_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
@@ -29,7 +29,7 @@ def tiny_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if family != "qwen2":
+    if family not in ("qwen2", "smollm3"):
         values["head_dim"] = 8
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(values | changes)))
