@@ -20,6 +20,8 @@ import torch
 from benchmarks.step_measure import assert_never_waits, kernel_groups, matmul_ceiling, one_step, time_steps
 from benchmarks.step_shapes import (
     SHAPES,
+    Fp8,
+    Loss,
     Shape,
     attention_flop,
     build_program,
@@ -38,6 +40,9 @@ from payload.trainer.transfer import Supply
 # Of a CPU's time for the reference step; two measurements of the same step differ by this much.
 NO_SLOWER = 1.15
 
+# Relative distance of gradients from the reference's that rounding explains.
+_LIMITS = {"torch.float32": 1e-4, "torch.bfloat16": 4e-2, "fp8": 0.3}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -49,7 +54,8 @@ class Options:
     steps: int
     warm_s: float
     profile: bool
-    loss: str
+    loss: Loss
+    fp8: tuple[Fp8, ...]
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def measure(options: Options) -> dict[str, Any]:
     Raises where a step waits for the device, or compiles anything after the first one.
     """
     shape, device = SHAPES[options.shape], torch.device("cuda")
-    recipe = recipe_of(shape, options.loss)  # type: ignore[arg-type]
+    recipe = recipe_of(shape, options.loss, options.fp8)
     torch._dynamo.reset()
     with variant(options.variant, options.off, shape.drafter.block_size):
         program = build_program(shape, recipe, device, compiled=True)
@@ -71,6 +77,7 @@ def measure(options: Options) -> dict[str, Any]:
         "shape": options.shape,
         "variant": options.variant,
         "off": list(options.off),
+        "fp8": list(options.fp8),
         **measured,
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -121,11 +128,11 @@ def check(options: Options, device: torch.device, compiled: bool) -> dict[str, A
     Raises PayloadError where they differ by more than the dtype's rounding, or where the fast step is slower on a CPU.
     """
     shape = SHAPES[options.shape]
-    recipe = recipe_of(shape, options.loss)  # type: ignore[arg-type]
     results, programs = {}, {}
     for name in ("reference", "fast"):
         torch._dynamo.reset()
         with variant(name, options.off if name == "fast" else (), shape.drafter.block_size):
+            recipe = recipe_of(shape, options.loss, options.fp8 if name == "fast" else ())
             programs[name] = build_program(shape, recipe, device, compiled)
             supply = build_supply(shape, recipe, device)
             results[name] = _compared(programs[name], supply)
@@ -136,12 +143,12 @@ def check(options: Options, device: torch.device, compiled: bool) -> dict[str, A
         )
         for part in ("sums", "gradients", "update")
     }
-    limit = 1e-4 if shape.dtype == torch.float32 else 4e-2
+    limit = _LIMITS["fp8" if options.fp8 else str(shape.dtype)]
     if not all(distance <= limit for distance in worst.values()):
         raise PayloadError(f"the fast step differs from the reference by {worst}, more than {limit}")
     seconds = {} if device.type != "cpu" else _alternating_seconds(programs, supply, options, shape)
     ratio = seconds["fast"] / seconds["reference"] if seconds else None
-    if ratio is not None and ratio > NO_SLOWER:
+    if ratio is not None and ratio > NO_SLOWER and not options.fp8:
         raise PayloadError(f"the fast step takes {ratio:.2f} times as long as the reference: {seconds}")
     return {"shape": options.shape, "difference": worst, "limit": limit, "seconds": seconds, "ratio": ratio}
 
@@ -183,7 +190,9 @@ def table(results: list[dict[str, Any]]) -> str:
         f"{'of matmul':>9}  attention linear  head  optimizer  rest  first step"
     ]
     for result in results:
-        name = result["variant"] + "".join(f" -{lever}" for lever in result["off"])
+        name = result["variant"] + "".join(
+            [f" fp8-{part}" for part in result["fp8"]] + [f" -{lever}" for lever in result["off"]]
+        )
         groups = result["kernel_ms"]
         lines.append(
             f"{result['shape']:7} {name:32} {result['median_ms']:7.1f} {result['least_ms']:7.1f} "
@@ -214,6 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-s", type=float, default=3.0, help="seconds of steps before those that count")
     parser.add_argument("--loss", choices=("ce", "dpace", "kl"), default="ce")
+    parser.add_argument("--fp8", choices=("head", "mlp"), nargs="*", default=[], help="compute these in FP8")
     parser.add_argument("--profile", action="store_true", help="kernel time by group and the longest kernels")
     parser.add_argument(
         "--check", action="store_true", help="compare with the reference instead of measuring"
@@ -229,7 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     for shape in chosen.shape:
         for name, off in [("fast", ())] if checks else selections:
-            options = Options(shape, name, off, chosen.steps, chosen.warm_s, chosen.profile, chosen.loss)
+            fp8 = tuple(chosen.fp8) if name == "fast" else ()
+            options = Options(shape, name, off, chosen.steps, chosen.warm_s, chosen.profile, chosen.loss, fp8)
             try:
                 result = (
                     check(options, torch.device("cuda" if gpu else "cpu"), gpu)

@@ -68,12 +68,16 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def recipe_of(shape: Shape, loss: Literal["ce", "dpace", "kl"] = "ce") -> Recipe:
+Loss = Literal["ce", "dpace", "kl"]
+Fp8 = Literal["head", "mlp"]
+
+
+def recipe_of(shape: Shape, loss: Loss = "ce", fp8: tuple[Fp8, ...] = ()) -> Recipe:
     """What training at this shape would be given; no data or target of it is read here."""
     return Recipe(
         target=TargetSpec(model="random"),
         data=DataSpec(train=("random",), max_length=shape.context),
-        train=TrainSpec(steps=1000, batch_size=shape.rows, num_anchors=shape.anchors),
+        train=TrainSpec(steps=1000, batch_size=shape.rows, num_anchors=shape.anchors, fp8=fp8),
         optim=OptimSpec(lr=1e-4),
         loss=LossSpec(kind=loss),
     )

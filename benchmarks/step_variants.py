@@ -13,14 +13,20 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from payload.drafter import attention, loss, model
-from payload.drafter.row_slope import reference_row_slope
+from payload.drafter.row_slope import RowSlope, narrowed, reference_row_slope
 from payload.trainer import program
 
 
-def _separate(x: Tensor, *maps: model.Linear) -> tuple[Tensor, ...]:
-    return tuple(one(x) for one in maps)
+def _separate(x: Tensor, *maps: model.Linear, product: model.Product = F.linear) -> tuple[Tensor, ...]:
+    return tuple(product(x, one.weight.to(x.dtype)) for one in maps)
+
+
+def _plain_row_slope(logits: Tensor, labels: Tensor, narrow: bool = False) -> RowSlope:
+    found = reference_row_slope(logits, labels)
+    return found._replace(slope=narrowed(found.slope)) if narrow else found
 
 
 def _every_row(embeddings: model.BlockEmbeddings) -> Tensor:
@@ -73,7 +79,7 @@ LEVERS: dict[str, tuple[str, tuple[Callable[[], Any], ...]]] = {
     ),
     "row-slope": (
         "cross-entropy and slope in one kernel, in the logits' place",
-        (_patch(loss, "row_slope", reference_row_slope),),
+        (_patch(loss, "row_slope", _plain_row_slope),),
     ),
     "keep-less": (
         "cheap operations are computed again in the backward pass",

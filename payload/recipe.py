@@ -111,6 +111,9 @@ class TrainSpec:
     on_recompile: Literal["error", "count"] = "error"
     """What a compilation after the first step is: an error, or an alarm in the log and a count in the metrics."""
     shard: Literal["ddp", "fsdp2"] = "ddp"
+    fp8: tuple[Literal["head", "mlp"], ...] = ()
+    """What of the drafter's step is computed in FP8: the frozen head, the feed-forward layers (weight gradients
+    never)."""
     assert_improves: bool = False
     """Fail the job unless the loss fell and the held-out accepted length rose clearly."""
 

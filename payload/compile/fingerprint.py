@@ -36,7 +36,7 @@ SHAPE_FIELDS: Mapping[str, tuple[str, ...] | None] = {
     "drafter": None,
     "data": ("max_length",),
     "loss": None,
-    "train": ("batch_size", "num_anchors"),
+    "train": ("batch_size", "num_anchors", "fp8"),
     "compile": None,
 }
 

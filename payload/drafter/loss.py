@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from payload.drafter.anchors import Anchors
-from payload.drafter.row_slope import divergence_slope, row_slope
+from payload.drafter.fp8 import VALUES, Fp8Head, Scaled, product, scaled
+from payload.drafter.row_slope import NARROW_SCALE, divergence_slope, narrowed, row_slope
 from payload.errors import PayloadError
 
 _GAMMA_BY_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
@@ -140,7 +141,7 @@ def reference_draft_loss(
 
 def draft_loss(
     hidden: Tensor,
-    head_weight: Tensor,
+    head: Tensor | Fp8Head,
     labels: Tensor,
     counted: Tensor,
     config: LossConfig,
@@ -149,18 +150,18 @@ def draft_loss(
     """The loss of G blocks at their L = K - 1 drafted slots, with at most ``config.chunk_rows`` rows of
     logits alive.
 
-    ``hidden[G, L, H]`` of the drafter after its final norm; ``head_weight[V, H]`` of the target, frozen: it
-    gets no gradient; ``labels[G, L]`` int64; ``counted[G, L]`` bool; ``teacher[G, L, H]``, only for ``kl``:
+    ``hidden[G, L, H]`` of the drafter after its final norm; ``head[V, H]`` of the target, frozen: it gets
+    no gradient; ``labels[G, L]`` int64; ``counted[G, L]`` bool; ``teacher[G, L, H]``, only for ``kl``:
     the target's normed final hidden states that predict the same tokens. The gradient for ``hidden`` is
     computed chunk by chunk together with the loss, so that no logits wait for the backward pass. Weights come
     after it, whatever they depend on: the gradient of a weighted row is the row's gradient times its weight.
     """
     if config.kind == "kl":
         teacher = _required(teacher).flatten(0, 1)
-    rows = hidden.to(head_weight.dtype).flatten(0, 1)
+    rows = hidden.to(head.dtype) if isinstance(head, Tensor) else hidden
     losses, predicted = _HeadLoss.apply(
-        rows,
-        head_weight,
+        rows.flatten(0, 1),
+        head,
         labels.flatten(),
         teacher if config.kind == "kl" else None,
         config.chunk_rows,
@@ -183,27 +184,28 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        head_weight: Tensor,
+        head: Tensor | Fp8Head,
         labels: Tensor,
         teacher: Tensor | None,
         chunk_rows: int,
         wants_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         teachers = [None] * -(-len(hidden) // chunk_rows) if teacher is None else teacher.split(chunk_rows)
+        narrow = isinstance(head, Fp8Head)
         losses, predicted, gradients = [], [], []
         for rows, label, of_target in zip(
             hidden.split(chunk_rows), labels.split(chunk_rows), teachers, strict=True
         ):
-            logits = rows @ head_weight.T
-            found = (
-                row_slope(logits, label)
-                if of_target is None
-                else divergence_slope(logits, of_target @ head_weight.T)
-            )
+            logits = head_logits(rows, head)
+            if of_target is None:
+                found = row_slope(logits, label, narrow)
+            else:
+                found = divergence_slope(logits, head_logits(of_target, head))
+                found = found._replace(slope=narrowed(found.slope)) if narrow else found
             losses.append(found.loss)
             predicted.append(found.predicted)
             if wants_gradient:
-                gradients.append(found.slope @ head_weight)
+                gradients.append(hidden_gradient(found.slope, head, hidden.dtype))
         if wants_gradient:
             ctx.save_for_backward(torch.cat(gradients))
         predictions = torch.cat(predicted)
@@ -215,6 +217,22 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return ((gradient * grad_losses[:, None]).to(gradient.dtype), *(None,) * 5)
+
+
+def head_logits(hidden: Tensor, head: Tensor | Fp8Head) -> Tensor:
+    """Logits [R, V] of ``hidden[R, H]``, in its dtype."""
+    if isinstance(head, Fp8Head):
+        return product(scaled(hidden, VALUES), head.weight, hidden.dtype, precise=False)
+    return hidden @ head.T
+
+
+def hidden_gradient(slope: Tensor, head: Tensor | Fp8Head, dtype: torch.dtype) -> Tensor:
+    """The gradient [R, H] that ``slope[R, V]`` of the logits brings to the hidden states."""
+    if isinstance(head, Fp8Head):
+        unit = torch.full((), NARROW_SCALE, device=slope.device)
+        into = Scaled(head.transposed, head.weight.scale)
+        return product(Scaled(slope, unit), into, dtype, precise=True)
+    return slope @ head
 
 
 def simulated_accepted_length(accepted_by_position: Tensor, count_by_position: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ the architecture: z-lab/dflash ``dflash/model.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from payload.drafter.attention import attend
 from payload.drafter.config import DrafterConfig, block_is_causal, layer_window
+from payload.drafter.fp8 import fp8_linear, require_sizes
 from payload.drafter.masks import Mask
 
 Rotary = tuple[Tensor, Tensor]
@@ -58,10 +59,14 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def joined(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
+Product = Callable[[Tensor, Tensor], Tensor]
+"""``x[..., K] @ weight[N, K].T``"""
+
+
+def joined(x: Tensor, *maps: Linear, product: Product = F.linear) -> tuple[Tensor, ...]:
     """The output of each of several maps of ``x``, in one matrix product."""
     weight = torch.cat([one.weight.to(x.dtype) for one in maps])
-    return F.linear(x, weight).split([one.out_features for one in maps], dim=-1)
+    return product(x, weight).split([one.out_features for one in maps], dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -79,21 +84,22 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """The SwiGLU feed-forward layer of Qwen3."""
+    """The SwiGLU feed-forward layer of Qwen3. ``product`` computes it in training."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.product: Product = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def joined(self, x: Tensor) -> Tensor:
-        """`forward` with one product for gate and up."""
-        gate, up = joined(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        """`forward` as training computes it: one product for gate and up."""
+        gate, up = joined(x, self.gate_proj, self.up_proj, product=self.product)
+        return self.product(F.silu(gate) * up, self.down_proj.weight.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -241,6 +247,12 @@ class DFlashDrafter(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def use_fp8_mlp(self) -> None:
+        """From now on train the feed-forward layers with FP8 products; refused where their sizes do not fit."""
+        require_sizes("mlp", self.config.hidden_size, self.config.intermediate_size)
+        for layer in self._typed_layers():
+            layer.mlp.product = fp8_linear
 
     def project_context(self, features: Tensor) -> Tensor:
         """What every layer's keys and values are made of, [B, S, H], from ``features[B, S, n*H]``."""

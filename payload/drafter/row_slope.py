@@ -13,23 +13,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+NARROW_SCALE = 2.0**-15
+"""The unit of a slope in e5m2: its values lie in [-1, 1], and the smallest kept is 2^-31."""
+
 
 class RowSlope(NamedTuple):
     """``loss[R]``, at least fp32; ``predicted[R]`` int64, the first of the likeliest tokens; ``slope[R, V]``, the
-    loss's gradient, of the logits' dtype."""
+    loss's gradient, of the logits' dtype, or in units of `NARROW_SCALE` in e5m2."""
 
     loss: Tensor
     predicted: Tensor
     slope: Tensor
 
 
-def row_slope(logits: Tensor, labels: Tensor) -> RowSlope:
-    """Cross-entropy of ``logits[R, V]``, which may be overwritten, with ``labels[R]`` int64."""
+def row_slope(logits: Tensor, labels: Tensor, narrow: bool = False) -> RowSlope:
+    """Cross-entropy of ``logits[R, V]``, which may be overwritten, with ``labels[R]`` int64; ``narrow``: slope in
+    e5m2."""
     if logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16, torch.float32) and _has_triton():
-        from payload.drafter.row_slope_kernel import row_slope_in_place
+        from payload.drafter.row_slope_kernel import row_slope_kernel
 
-        return RowSlope(*row_slope_in_place(logits, labels))
-    return reference_row_slope(logits, labels)
+        return RowSlope(*row_slope_kernel(logits, labels, narrow))
+    found = reference_row_slope(logits, labels)
+    return found._replace(slope=narrowed(found.slope)) if narrow else found
 
 
 def reference_row_slope(logits: Tensor, labels: Tensor) -> RowSlope:
@@ -47,6 +52,11 @@ def divergence_slope(logits: Tensor, target_logits: Tensor) -> RowSlope:
     aim = target.exp()
     slope = (log_probs.exp() - aim).to(logits.dtype)
     return RowSlope((aim * (target - log_probs)).sum(-1), logits.argmax(-1), slope)
+
+
+def narrowed(slope: Tensor) -> Tensor:
+    """A slope in e5m2, in units of `NARROW_SCALE`."""
+    return (slope / NARROW_SCALE).to(torch.float8_e5m2)
 
 
 def _wide(x: Tensor) -> Tensor:

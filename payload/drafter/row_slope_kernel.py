@@ -7,31 +7,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from payload.drafter.row_slope import NARROW_SCALE
+
 # Columns that a program handles at a time, and its warps: found best on an H200 for rows of 151,936 bf16 logits.
 BLOCK = 8192
 WARPS = 16
 
 
-def row_slope_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(cross_entropy[R] fp32, predicted[R] int64, slope[R, V]); the slope takes the place of ``logits[R, V]``."""
+def row_slope_kernel(logits: Tensor, labels: Tensor, narrow: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(cross_entropy[R] fp32, predicted[R] int64, slope[R, V]) of ``logits[R, V]``.
+
+    The slope takes the logits' place, or with ``narrow`` is a tensor of its own, as `row_slope.narrowed` has it.
+    """
     rows, columns = logits.shape
     assert logits.stride(1) == 1
     cross_entropy = torch.empty(rows, device=logits.device, dtype=torch.float32)
     predicted = torch.empty(rows, device=logits.device, dtype=torch.int64)
+    slope = torch.empty(logits.shape, device=logits.device, dtype=torch.float8_e5m2) if narrow else logits
     if rows:
         _row_slope[(rows,)](
-            logits, labels, cross_entropy, predicted, logits.stride(0), columns, BLOCK=BLOCK, num_warps=WARPS
+            logits,
+            labels,
+            slope,
+            cross_entropy,
+            predicted,
+            logits.stride(0),
+            slope.stride(0),
+            columns,
+            UNIT=1.0 / NARROW_SCALE if narrow else 1.0,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
-    return cross_entropy, predicted, logits
+    return cross_entropy, predicted, slope
 
 
 @triton.jit
 def _row_slope(  # type: ignore[no-untyped-def]
-    logits, labels, cross_entropy, predicted, stride, columns, BLOCK: tl.constexpr
+    logits,
+    labels,
+    slopes,
+    cross_entropy,
+    predicted,
+    stride,
+    slopes_stride,
+    columns,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
+    into = slopes + row * slopes_stride
     label = tl.load(labels + row)
     at_label = tl.load(base + label).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
@@ -63,4 +89,4 @@ def _row_slope(  # type: ignore[no-untyped-def]
         column = (chunks - 1 - chunk) * BLOCK + lanes
         x = tl.load(base + column, mask=column < columns, other=0.0).to(tl.float32)
         slope = tl.exp2(x * LOG2_E - norm) - tl.where(column == label, 1.0, 0.0)
-        tl.store(base + column, slope.to(logits.dtype.element_ty), mask=column < columns)
+        tl.store(into + column, (slope * UNIT).to(slopes.dtype.element_ty), mask=column < columns)

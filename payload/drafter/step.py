@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from payload.drafter.anchors import Anchors
 from payload.drafter.attention import Kernel, kernel_for
 from payload.drafter.config import DrafterConfig
+from payload.drafter.fp8 import Fp8Head
 from payload.drafter.loss import LossConfig, block_labels, draft_loss
 from payload.drafter.masks import Mask, build_masks
 from payload.drafter.model import BlockEmbeddings
@@ -57,7 +58,7 @@ class LossOutput(NamedTuple):
 
 def drafter_loss(
     drafter: nn.Module,
-    head_weight: Tensor,
+    head_weight: Tensor | Fp8Head,
     embedding_weight: Tensor,
     batch: TokenBatch,
     features: Tensor,
@@ -110,7 +111,7 @@ def block_inputs(
 def block_loss(
     config: DrafterConfig,
     hidden: Tensor,
-    head_weight: Tensor,
+    head_weight: Tensor | Fp8Head,
     inputs: BlockInputs,
     anchors: Anchors,
     loss_config: LossConfig,

@@ -21,6 +21,7 @@ from payload.data.batch import Batch
 from payload.demo.target import demo_config
 from payload.drafter.anchors import sample_anchors
 from payload.drafter.config import DrafterConfig
+from payload.drafter.fp8 import fp8_head, require_fp8
 from payload.drafter.loss import LossConfig
 from payload.drafter.model import DFlashDrafter
 from payload.drafter.step import LossOutput, drafter_loss
@@ -71,7 +72,11 @@ class DrafterProgram:
         compiled: bool = False,
     ) -> None:
         self.drafter = drafter
-        self.head_weight = head_weight
+        if recipe.train.fp8:
+            require_fp8(head_weight.device)
+        self.head = fp8_head(head_weight) if "head" in recipe.train.fp8 else head_weight
+        if "mlp" in recipe.train.fp8:
+            drafter.use_fp8_mlp()
         self.embedding_weight = embedding_weight
         self.device = embedding_weight.device
         self.drafters = group.size() if group is not None else 1
@@ -115,7 +120,7 @@ class DrafterProgram:
         with _keep_less():
             output = drafter_loss(
                 self._module,
-                self.head_weight,
+                self.head,
                 self.embedding_weight,
                 batch,
                 features,

@@ -230,6 +230,20 @@ def test_warm_up_runs_the_step_of_every_role(role: str, kind: str) -> None:
     )
 
 
+def test_a_step_in_fp8_updates_every_weight() -> None:
+    config = replace(CONFIG, intermediate_size=32)
+    recipe = small_recipe(train__fp8=["head", "mlp"])
+    torch.manual_seed(0)
+    weights = torch.randn(config.vocab_size, config.hidden_size).bfloat16()
+    program = DrafterProgram(recipe, DFlashDrafter(config), weights, weights)
+    before = [parameter.detach().clone() for parameter in program.drafter.parameters()]
+    supply = small_supply(1)
+    sums = program.accumulate(supply._replace(features=supply.features.bfloat16()), 0, last=True)
+    program.update(sums, 1e-2)
+    after = program.drafter.parameters()
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
 def test_a_target_without_a_mask_token_is_refused() -> None:
     from payload.demo.target import demo_config
 
