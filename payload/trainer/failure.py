@@ -7,6 +7,7 @@ collective, in a kernel or in the store, where it cannot look: a thread of its o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -78,11 +79,19 @@ class EarlyEnd:
 
     def give(self, status: int) -> None:
         """Let the other ranks know; only the first sign counts."""
-        self._store.compare_set(_SIGN, "", str(status))
+        # Without the store its host has left, and the others know.
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_SIGN, "", str(status))
 
     def status(self) -> int | None:
-        """The exit status of the rank that left early; None when none did."""
-        return int(self._store.get(_SIGN)) if self._store.check([_SIGN]) else None
+        """The exit status of the rank that left early; None when none did.
+
+        A store that is gone means that its host has left.
+        """
+        try:
+            return int(self._store.get(_SIGN)) if self._store.check([_SIGN]) else None
+        except RuntimeError:
+            return EXIT_FAILED
 
     def await_status(self, patience_s: float, or_else: Callable[[], bool]) -> int | None:
         """Like `status`, with patience; None also as soon as ``or_else`` says so."""
@@ -101,10 +110,7 @@ class EarlyEnd:
 
     def _look(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
-            try:
-                status = self.status()
-            except RuntimeError:
-                return  # the store is gone with the job
+            status = self.status()
             if status is not None:
                 if not self._over.wait(_GRACE_S):
                     os._exit(status)

@@ -21,6 +21,9 @@ from payload.trainer.schedule import learning_rate
 _IMPROVED_RATIO = 1.5
 """How far the accepted length must rise above its start for ``train.assert_improves``."""
 
+_BARREN_STEPS = 10
+"""One strange document is no reason to end a run; so many steps without any finite features are."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -43,6 +46,7 @@ class RunReport:
         self._log = log
         self._flops = drafter_step_flops(run.recipe, run.config)
         self._peak = peak_flops(run.ranks.device)
+        self._barren_steps = 0
 
     def started(self, drafter_parameters: int) -> None:
         """The run begins, or goes on, with a drafter of so many weights."""
@@ -74,7 +78,7 @@ class RunReport:
         self._log.write("compiled_late", step, **asdict(counts))
 
     def trained(self, step: int, interval: Interval, tokens_seen: int) -> None:
-        """The steps up to ``step``. Raises ``PayloadError`` when none of their features was finite."""
+        """The steps up to ``step``. Raises ``PayloadError`` when no features have been finite for too many of them."""
         recipe, totals, seconds = self._run.recipe, interval.totals, interval.seconds
         blocks = recipe.train.batch_size * recipe.train.num_anchors
         tokens = totals.micro_batches * tokens_per_micro_batch(recipe)
@@ -109,9 +113,13 @@ class RunReport:
         if totals.skipped:
             share = f"{totals.skipped} of {totals.micro_batches} micro-batches"
             say(f"warning: {share} had features that are not finite and did not count")
-        if totals.skipped == totals.micro_batches:
+        self._barren_steps = (
+            self._barren_steps + interval.steps if totals.skipped == totals.micro_batches else 0
+        )
+        whole_run = step == recipe.train.steps and self._barren_steps == step - self._run.first_step + 1
+        if self._barren_steps >= _BARREN_STEPS or whole_run:
             raise PayloadError(
-                f"No features of the last {interval.steps} steps were finite.",
+                f"No features of the last {self._barren_steps} steps were finite.",
                 hint="Check the target's weights and dtype; float16 overflows where bfloat16 does not.",
             )
 

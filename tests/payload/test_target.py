@@ -7,6 +7,7 @@ from payload.data.batch import positions_of
 from payload.errors import PayloadError
 from payload.recipe import TargetSpec
 from payload.target import Target
+from tests.payload.tiny_gguf import write_gguf
 from tests.payload.tiny_targets import FAMILIES, tiny_model, tiny_target
 
 LAYERS = (1, 3, 4)
@@ -172,55 +173,13 @@ def test_random_weights_need_only_the_configuration(tmp_path):
     assert target.features(_tokens(1, 5), LAYERS).isfinite().all()
 
 
-def _write_gguf(path, model) -> None:
-    gguf = pytest.importorskip("gguf")
-    config, state = model.config, model.state_dict()
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
-    for name, tensor in state.items():
-        stem = name.removesuffix(".weight")
-        prefix = ""
-        if stem.startswith("model.layers."):
-            _, _, layer, stem = stem.split(".", 3)
-            prefix = f"blk.{layer}."
-        if stem in heads:  # llama.cpp interleaves the rotary halves of a head
-            tensor = tensor.view(heads[stem], 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(f"{prefix}{names[stem]}.weight", tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_loads_with_the_same_features(tmp_path):
-    model = tiny_model("llama")
-    _write_gguf(tmp_path / "tiny.gguf", model)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_loads_with_the_same_features(tied, tmp_path):
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    write_gguf(tmp_path / "tiny.gguf", model)
     target = Target.load(TargetSpec(str(tmp_path), gguf_file="tiny.gguf", dtype="float32"))
     assert target.config.model_type == "llama"
+    assert (target.head_weight is target.embedding_weight) == tied
     features = target.features(_tokens(1, 7), LAYERS)
     torch.testing.assert_close(features, Target(model).features(_tokens(1, 7), LAYERS), rtol=1e-4, atol=1e-4)
 

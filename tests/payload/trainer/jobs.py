@@ -30,13 +30,26 @@ context.set_forkserver_preload(["payload.trainer.job", "transformers.models.qwen
 
 def save_tiny_target(folder: Path) -> Path:
     """A random Qwen3 of 5 layers and hidden size 32, with the demo's tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    words = tiny_tokenizer()
+    tiny_causal_lm("qwen3", len(words)).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
 
-    words = tokenizer.train_tokenizer(
+
+def tiny_tokenizer() -> Any:
+    """The demo's tokenizer, trained on a few rows."""
+    return tokenizer.train_tokenizer(
         turn["content"] for row in corpus.rows("train", 300) for turn in row["messages"]
     )
-    config = Qwen3Config(
-        vocab_size=len(words),
+
+
+def tiny_causal_lm(family: str, vocabulary: int, tied: bool = True) -> Any:
+    """A random transformers model of 5 layers and hidden size 32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=5,
@@ -44,15 +57,13 @@ def save_tiny_target(folder: Path) -> Path:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
+    return AutoModelForCausalLM.from_config(config)
 
 
 def tiny_recipe(target: Path, **overrides: Any) -> Recipe:

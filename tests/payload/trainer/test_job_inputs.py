@@ -1,0 +1,101 @@
+"""Whole jobs on targets and data of other kinds: GGUF, untied heads, rows that not every rank can learn from."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from payload.drafter.checkpoint import load_config
+from tests.payload.tiny_gguf import write_gguf
+from tests.payload.trainer.jobs import run, tiny_causal_lm, tiny_recipe, tiny_tokenizer
+
+STRANGE_TOKEN = 300
+LENGTH = 32
+
+
+def test_a_gguf_file_is_a_whole_target_with_its_tokenizer_and_template(tmp_path: Path) -> None:
+    words = tiny_tokenizer()
+    (tmp_path / "model").mkdir()
+    write_gguf(tmp_path / "model" / "tiny.gguf", tiny_causal_lm("llama", len(words)), words)
+    recipe = tiny_recipe(
+        tmp_path / "model",
+        target__gguf_file="tiny.gguf",
+        drafter__mask_token_id=3,
+        data__eval=["demo"],
+        data__eval_rows=2,
+        train__steps=2,
+    )
+    job = run(tmp_path / "run", recipe)
+    assert job.wait() == [0], job.output()
+    assert job.lines("eval")[-1]["identical"] == 2
+    assert load_config(tmp_path / "run" / "checkpoints" / "step-000002" / "drafter").mask_token_id == 3
+
+
+def test_a_head_of_its_own_reaches_the_drafters_of_other_ranks(tmp_path: Path) -> None:
+    words = tiny_tokenizer()
+    tiny_causal_lm("qwen2", len(words), tied=False).save_pretrained(tmp_path / "target")
+    words.save_pretrained(tmp_path / "target")
+    together = run(tmp_path / "one", tiny_recipe(tmp_path / "target", train__steps=3))
+    apart = {"topology__targets": [0], "topology__drafters": [1]}
+    separate = run(tmp_path / "two", tiny_recipe(tmp_path / "target", train__steps=3, **apart))
+    assert separate.wait() == [0, 0], separate.output()
+    assert separate.losses() == together.losses()
+
+
+@pytest.fixture(scope="module")
+def fragile_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that is not finite wherever ``STRANGE_TOKEN`` was read before."""
+    folder = tmp_path_factory.mktemp("fragile")
+    words = tiny_tokenizer()
+    model = tiny_causal_lm("qwen3", len(words), tied=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[STRANGE_TOKEN] = math.nan
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def row(seed: int, kind: str) -> dict[str, Any]:
+    """A document that fills a packed row by itself; its first four tokens are a prompt."""
+    ids = random.Random(seed).choices(range(4, STRANGE_TOKEN), k=LENGTH)
+    mask = [index >= 4 for index in range(LENGTH)]
+    if kind == "not finite":
+        ids[0] = STRANGE_TOKEN
+    if kind == "no anchor":
+        mask = [kept and index % 2 == 0 for index, kept in enumerate(mask)]
+    return {"input_ids": ids, "loss_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "skipped"),
+    [
+        (["whole", "not finite"] * 4, 4),
+        (["whole", "no anchor"] * 4, 0),
+        (["whole"], 0),
+    ],
+)
+def test_ranks_that_have_nothing_to_learn_from_do_not_hold_up_the_others(
+    fragile_target: Path, tmp_path: Path, kinds: list[str], skipped: int
+) -> None:
+    """One epoch of eight rows for two drafters; what counts is what a single drafter would count."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row(seed, kind)) + "\n" for seed, kind in enumerate(kinds)))
+    settings: dict[str, Any] = {
+        "data": {"train": [str(data)], "max_length": LENGTH},
+        "train__batch_size": 1,
+        "train__steps": 4,
+    }
+    two = {"topology__targets": [0], "topology__drafters": [0, 1]}
+    parallel = run(tmp_path / "two", tiny_recipe(fragile_target, **settings, **two))
+    assert parallel.wait() == [0, 0], parallel.output()
+    alone = run(tmp_path / "one", tiny_recipe(fragile_target, train__accumulation=2, **settings))
+    assert sum(line["skipped_micro_batches"] for line in parallel.lines("train")) == skipped
+    assert list(parallel.losses().values()) == pytest.approx(list(alone.losses().values()), rel=1e-4)
+    assert any(loss > 0 for loss in parallel.losses().values())
+    assert ("not finite" in parallel.output()) == bool(skipped)
