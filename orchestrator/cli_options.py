@@ -20,10 +20,17 @@ DEFAULT_NODE = Path(".dflash/node")
 
 HostOption = Annotated[
     str | None,
-    typer.Option("--host", envvar="DFLASH_HOST", help="A host of the inventory, or a plain IP address."),
+    typer.Option(
+        "--host",
+        envvar="DFLASH_HOST",
+        help="A host of the inventory, or a plain IP address; `status`, `deploy` and `doctor` take a,b and all.",
+    ),
 ]
 CtOption = Annotated[
-    str | None, typer.Option("--ct", envvar="DFLASH_CT", help="The container's id on that host.")
+    str | None,
+    typer.Option(
+        "--ct", envvar="DFLASH_CT", help="The container's id on that host; also 200,210-217 and all there."
+    ),
 ]
 InventoryOption = Annotated[
     Path, typer.Option("--inventory", envvar="DFLASH_INVENTORY", help="The inventory file.")

@@ -9,16 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.agent import Agent
-from orchestrator.checks import Finding, Needs, Seen, judge, needs_of, worst
+from orchestrator.checks import Finding, Needs, Seen, Severity, judge, needs_of, worst
 from orchestrator.checks.model import mappings, number, text
 from orchestrator.console import Console, StepReport, safe
 from orchestrator.container import Container
-from orchestrator.deploy import deploy
+from orchestrator.deploy import Payload, deploy
 from orchestrator.errors import OrchestratorError, RefusedError, RemoteError
+from orchestrator.inventory import Destination
 from orchestrator.recipes import job_gpus
 from payload.recipe import Recipe
 
@@ -28,7 +29,32 @@ CUDA_TIMEOUT_S = 180.0
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
 
 
-def examine(container: Container, recipe: Recipe, report: StepReport) -> list[Finding]:
+@dataclass(frozen=True)
+class Examined:
+    """The findings about a run of one recipe in one container."""
+
+    destination: Destination
+    recipe: str
+    findings: list[Finding]
+
+    @property
+    def worst(self) -> Severity:
+        return worst(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "host": self.destination.host_name,
+            "container": self.destination.container_id,
+            "recipe": self.recipe,
+            "worst": self.worst,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def examine(
+    container: Container, recipe: Recipe, report: StepReport, payload: Payload | None = None
+) -> Examined:
     """Every finding about a run of ``recipe`` in ``container``; brings the release along when it is missing.
 
     A container that is there and does not answer is a finding too. Raises
@@ -36,14 +62,15 @@ def examine(container: Container, recipe: Recipe, report: StepReport) -> list[Fi
     """
     needs = needs_of(container.settings, container.destination.container_id, recipe)
     try:
-        agent = Agent.of_release(container, deploy(container, report).release)
+        agent = Agent.of_release(container, deploy(container, report, payload).release)
         seen = look(agent, needs, report)
-        return judge(try_cuda(agent, needs, seen, report), needs)
+        findings = judge(try_cuda(agent, needs, seen, report), needs)
     except OrchestratorError as error:
         config = container.configuration()
         if config is None:
             raise
-        return [_no_answer(error), *(judge(Seen({}, config), needs)[:1] if "lock" in config else [])]
+        findings = [_no_answer(error), *(judge(Seen({}, config), needs)[:1] if "lock" in config else [])]
+    return Examined(container.destination, recipe.name, findings)
 
 
 def look(agent: Agent, needs: Needs, report: StepReport) -> Seen:
@@ -126,17 +153,6 @@ def summary(findings: Sequence[Finding]) -> str:
         if checks
     ]
     return f"{len(findings)} checks, " + (" and ".join(bad) or "all well")
-
-
-def as_json(container: Container, recipe: Recipe, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The answer of :func:`examine` as data."""
-    return {
-        "host": container.destination.host_name,
-        "container": container.destination.container_id,
-        "recipe": recipe.name,
-        "worst": worst(findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
 
 
 def show_findings(console: Console, findings: Sequence[Finding]) -> None:

@@ -47,22 +47,7 @@ def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP
 def show_status(console: Console, found: dict[str, Any]) -> None:
     """The answer of :func:`status` as tables."""
     console.line(f"release {found.get('release') or 'none'}, venv {found.get('venv') or 'none'}", "bold")
-    rows = []
-    for run in found["runs"]:
-        metrics = run.get("last_metrics") or {}
-        rows.append(
-            (
-                run["run_id"],
-                run["state"],
-                _age(run.get("started_at"), run.get("ended_at")),
-                metrics.get("step"),
-                _number(metrics.get("loss")),
-                _number(metrics.get("tokens_per_s"), 0),
-                size_text(run.get("log_bytes")),
-                "" if run.get("exit_code") is None else run["exit_code"],
-            )
-        )
-    console.table(("run", "state", "for", "step", "loss", "tokens/s", "log", "exit"), rows)
+    console.table(("run", *_RUN_COLUMNS, "log", "exit"), [_run_row(run) for run in found["runs"]])
     for run in found["runs"]:
         if run.get("left"):
             console.line(
@@ -84,6 +69,43 @@ def show_status(console: Console, found: dict[str, Any]) -> None:
     gpus = found.get("gpus") or []
     if gpus:
         console.table(tuple(gpus[0]), [tuple(gpu.values()) for gpu in gpus])
+
+
+def overview(found: dict[str, Any]) -> tuple[object, ...]:
+    """A container's row among many, under :data:`OVERVIEW`: its active run, else its newest."""
+    runs = found["runs"]
+    shown = next((run for run in runs if is_active(run)), runs[0] if runs else None)
+    *cells, _, _ = _run_row(shown) if shown else ("no run yet", *[""] * 7)
+    return (*cells, found.get("release"), len(found.get("gpus") or []) or "")
+
+
+OVERVIEW = {
+    "run": 22,
+    "state": 8,
+    "for": 11,
+    "step": 7,
+    "loss": 7,
+    "tokens/s": 8,
+    "release": 16,
+    "GPUs": 4,
+}
+"""The columns of :func:`overview` and their widths."""
+
+_RUN_COLUMNS = ("state", "for", "step", "loss", "tokens/s")
+
+
+def _run_row(run: Mapping[str, Any]) -> tuple[object, ...]:
+    metrics = run.get("last_metrics") or {}
+    return (
+        run["run_id"],
+        run["state"],
+        _age(run.get("started_at"), run.get("ended_at")),
+        metrics.get("step"),
+        _number(metrics.get("loss")),
+        _number(metrics.get("tokens_per_s"), 0),
+        size_text(run.get("log_bytes")),
+        "" if run.get("exit_code") is None else run["exit_code"],
+    )
 
 
 def _age(started: float | None, ended: float | None) -> str:

@@ -86,7 +86,7 @@ def test_a_container_that_is_not_there_is_a_transport_error(container: Container
 
 def test_a_run_on_gpus_is_judged_honestly_where_there_are_none(gpu_container: Container) -> None:
     with QUIET.step("doctor") as report:
-        found = {f.check: f for f in examine(gpu_container, load_recipe("qwen3-8b", {}), report)}
+        found = {f.check: f for f in examine(gpu_container, load_recipe("qwen3-8b", {}), report).findings}
     assert {name for name, finding in found.items() if finding.severity == "error"} >= {
         "gpus",
         "nodes",

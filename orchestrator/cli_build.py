@@ -1,0 +1,105 @@
+"""The commands that build up a container and look into it: venv, warmup, prune, probe."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.agent import Agent
+from orchestrator.cli_options import (
+    CtOption,
+    HostOption,
+    InventoryOption,
+    JsonOption,
+    RecipeOption,
+    SetOption,
+    WheelhouseOption,
+    deployed_release,
+    open_container,
+    open_step,
+)
+from orchestrator.console import Console
+from orchestrator.inventory import DEFAULT_INVENTORY
+from orchestrator.probe import probe as probe_container
+from orchestrator.probe import show_probe
+from orchestrator.recipes import resolve_recipe
+from orchestrator.venv import build_venv
+from orchestrator.warmup import warm_up
+
+
+def venv(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    wheelhouse: WheelhouseOption = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Build anew even when the pinned venv is there.")
+    ] = False,
+) -> None:
+    """Build the pinned venv beside the old one, verify it, and switch to it. The compile cache stays."""
+    console = Console()
+    with open_step("venv", console, host, ct, inventory) as (agent, report):
+        built = build_venv(agent.container, agent, report, wheelhouse=wheelhouse, force=force)
+        report.outcome = f"venv {built.venv}, torch {built.torch_version} (git {built.torch_git[:10]})" + (
+            " built" if built.created else " was there"
+        )
+
+
+def warmup(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    recipe: RecipeOption = None,
+    override: SetOption = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Run a second process that must miss nothing.")
+    ] = False,
+) -> None:
+    """Compile what training will call, into the cache that belongs to this torch, GPU and recipe."""
+    console = Console()
+    with open_container(console, host, ct, inventory) as container:
+        resolved = resolve_recipe(container.settings, recipe, override or ())
+        release = deployed_release(container, console)
+        agent = Agent.of_release(container, release)
+        with console.step("venv") as report:
+            built = build_venv(container, agent, report)
+            report.outcome = f"venv {built.venv}"
+        release = agent.call("hello", {"release": None})["release"]
+        with console.step("warmup") as report:
+            warmed = warm_up(
+                agent, report, release=str(release), venv=built.venv, recipe=resolved, prove=prove
+            )
+            report.outcome = str(warmed)
+
+
+def prune(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    keep: Annotated[
+        int, typer.Option("--keep", min=0, help="How many of each to keep besides what is pinned.")
+    ] = 2,
+) -> None:
+    """Remove releases, venvs and uploads that no run pins and nothing uses. Runs and compile caches stay."""
+    console = Console()
+    with open_step("prune", console, host, ct, inventory) as (agent, report):
+        removed = agent.call("prune", {"keep": keep}, on_event=report.on_event)["removed"]
+        report.outcome = f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
+
+
+def probe(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the container, its torch and its flex_attention really are."""
+    console = Console()
+    with open_step("probe", console, host, ct, inventory) as (agent, report):
+        found = probe_container(agent, report)
+        report.outcome = str(agent.container)
+    if as_json:
+        console.json(found)
+    else:
+        show_probe(console, found)
