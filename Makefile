@@ -76,7 +76,9 @@ cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FING
 race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)
 	@$(VENV)/bin/python -m payload.compile.race $(if $(call given,GUARD),--guard '$(GUARD)') $(if $(call on,JSON),--json)
 
-.PHONY: bench-features bench-colocated bench-first-step
+.PHONY: bench-features bench-colocated bench-first-step bench-step
+bench-step: $(VENV)/.dev ## One step of the drafter: its speed on a GPU; on a CPU, whether it equals the reference (ARGS=, JSON=1)
+	@$(VENV)/bin/python -m benchmarks.step $(if $(call on,JSON),--json) $(call given,ARGS)
 bench-features: $(VENV)/.dev ## Tokens a second of the target's features against transformers' own forward (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.features $(if $(call on,JSON),--json)
 bench-first-step: $(VENV)/.dev ## The first training step cold, warmed and from a shipped artifact; what the guard costs (JSON=1)
