@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from orchestrator.agent import Agent, NoAnswer
 from orchestrator.errors import TransportError
 
 FOLLOW_IDLE_TIMEOUT_S = 30.0
-RECONNECT_ATTEMPTS = 8
-_BACKOFF_S = (0.5, 1, 2, 4, 8, 15, 15, 15)
+RECONNECT_ATTEMPTS = 10
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def show_logs(
     """Write a run's output (the newest run's without ``run_id``) and return where it ended.
 
     ``tail_lines`` and ``since_s`` choose where to begin; ``follow`` goes on until the run is over. When the link
-    breaks while following, reading goes on at the byte where it stopped, up to eight tries in a row. Raises
+    breaks while following, reading goes on at the byte where it stopped, up to ten tries in a row. Raises
     :class:`TransportError` after that, and :class:`orchestrator.errors.UsageError` for a run that is not there.
     """
     position: dict[str, Any] = {"offset": None, "run_id": run_id}
@@ -63,24 +65,18 @@ def show_logs(
         }
         try:
             end = agent.call("logs", request, on_event=on_event, idle_timeout_s=FOLLOW_IDLE_TIMEOUT_S)
-        except NoAnswer:
-            if seen is None and position["offset"] is None:
+        except TransportError as error:
+            never_answered = isinstance(error, NoAnswer) and position["offset"] is None
+            failures = 1 if position["offset"] != seen else failures + 1
+            if not follow or never_answered or failures > RECONNECT_ATTEMPTS:
                 raise
-            failures = _after_failure(failures, progressed=position["offset"] != seen, notify=notify)
-        except TransportError:
-            if not follow:
-                raise
-            failures = _after_failure(failures, progressed=position["offset"] != seen, notify=notify)
+            wait_s = _wait_s(failures)
+            notify(f"{error.message} The job is not touched by that; reading on in {wait_s:.1f} s")
+            time.sleep(wait_s)
         else:
             return LogEnd(str(end["run_id"]), str(end["state"]), int(end["offset"]))
 
 
-def _after_failure(failures: int, *, progressed: bool, notify: Callable[[str], None]) -> int:
-    """Wait before the next try; re-raises the error being handled when there were enough tries in a row."""
-    failures = 1 if progressed else failures + 1
-    if failures > RECONNECT_ATTEMPTS:
-        raise
-    wait_s = _BACKOFF_S[failures - 1]
-    notify(f"the link broke; the job is not touched by that; reading on in {wait_s:g} s")
-    time.sleep(wait_s)
-    return failures
+def _wait_s(failures: int) -> float:
+    """Seconds before the next try: twice as long each time, and random, so that many desks do not come back at once."""
+    return random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** (failures - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import signal
 import subprocess
@@ -162,7 +163,23 @@ def _launch_unit(run_id: str, command: List[str], events: Events) -> bool:
         if done.returncode == 0:
             return True
         problem = done.stderr.strip()
+        if _is_there(unit):
+            # An agent that was killed had launched it already.
+            return True
     events.note(f"systemd does not start the job ({problem}); it is started without systemd")
+    return False
+
+
+def _is_there(unit: str) -> bool:
+    """Whether systemd knows the unit and has not done with it."""
+    argv = ["systemctl", "is-active", "--quiet", f"{unit}.service"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return (
+            subprocess.run(
+                argv, stdin=subprocess.DEVNULL, timeout=_SYSTEMD_RUN_TIMEOUT_S, check=False
+            ).returncode
+            == 0
+        )
     return False
 
 

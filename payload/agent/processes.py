@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -35,6 +36,15 @@ class _Stat:
 def boot_id() -> str:
     """The kernel's id of this boot."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def init_start_time() -> Optional[int]:
+    """When process 1 started, in clock ticks since boot: another one after each restart of the container.
+
+    The boot's id alone does not tell, since a container has that of its host.
+    """
+    stat = _stat(1)
+    return None if stat is None else stat.start_time
 
 
 def identify(pid: int) -> Optional[ProcessId]:
@@ -118,12 +128,26 @@ def with_environment(name: str, value: str) -> List[ProcessId]:
 
 
 def in_cgroup(path: str) -> List[ProcessId]:
-    """Every live process in the cgroup (v2) ``path``, as /proc/PID/cgroup writes it."""
-    try:
-        listed = Path(f"/sys/fs/cgroup{path}/cgroup.procs").read_text()
-    except OSError:
-        return []
-    return [process for process in map(identify, map(int, listed.split())) if process is not None]
+    """Every live process in the cgroup (v2) ``path``, as /proc/PID/cgroup writes it, and in those below it."""
+    found = []
+    for folder, _, names in os.walk(f"{_cgroup_mount()}{path}"):
+        if "cgroup.procs" in names:
+            # The cgroup may go while it is looked at.
+            with contextlib.suppress(OSError):
+                listed = (Path(folder) / "cgroup.procs").read_text()
+                found += [
+                    process for process in map(identify, map(int, listed.split())) if process is not None
+                ]
+    return found
+
+
+def _cgroup_mount() -> str:
+    """Where the cgroup (v2) hierarchy is mounted: beside v1's on a machine that has both (systemd's hybrid mode)."""
+    for line in (_PROC / "self/mountinfo").read_text().splitlines():
+        fields, _, kind = line.partition(" - ")
+        if kind.startswith("cgroup2 "):
+            return fields.split()[4]
+    return "/sys/fs/cgroup"
 
 
 def cgroup_of_self() -> Optional[str]:

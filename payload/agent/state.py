@@ -11,7 +11,15 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 from payload.agent import durable
 from payload.agent.layout import Layout
 from payload.agent.locks import hold
-from payload.agent.processes import ProcessId, boot_id, descendants, in_cgroup, is_alive, with_environment
+from payload.agent.processes import (
+    ProcessId,
+    boot_id,
+    descendants,
+    in_cgroup,
+    init_start_time,
+    is_alive,
+    with_environment,
+)
 from payload.errors import PayloadError
 
 STATE_FILE = "state.json"
@@ -50,6 +58,7 @@ class RunState:
     killed: int = 0
     reason: str = ""
     hint: str = ""
+    init_start_time: Optional[int] = None
 
 
 def load(run_dir: Path) -> RunState:
@@ -115,12 +124,12 @@ def _judge(state: RunState) -> Optional[RunState]:
         )
     if state.state in FINAL or (state.supervisor is not None and is_alive(state.supervisor)):
         return None
-    restarted = state.boot_id != boot_id()
+    restarted = state.boot_id != boot_id() or state.init_start_time not in (None, init_start_time())
     return replace(
         state,
         state="lost",
         ended_at=time.time(),
-        reason="the machine was restarted while it ran"
+        reason="the container was restarted while it ran"
         if restarted
         else "its supervisor is gone without a word",
         hint=_RESUME_HINT,

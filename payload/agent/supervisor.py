@@ -27,6 +27,7 @@ from payload.agent.processes import (
     descendants,
     end,
     identify,
+    init_start_time,
 )
 from payload.agent.state import FINAL, RunState
 from payload.errors import PayloadError
@@ -97,7 +98,13 @@ def _claim(layout: Layout, run_id: str, token: str, cgroup: Optional[str]) -> bo
         if run.state != "starting" or run.token != token:
             return None
         return replace(
-            run, state="running", started_at=time.time(), supervisor=me, cgroup=cgroup, boot_id=boot_id()
+            run,
+            state="running",
+            started_at=time.time(),
+            supervisor=me,
+            cgroup=cgroup,
+            boot_id=boot_id(),
+            init_start_time=init_start_time(),
         )
 
     run = state.change(layout, run_id, decide)

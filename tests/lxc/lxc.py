@@ -43,14 +43,7 @@ class Lxc:
     @property
     def root(self) -> Path:
         """The running container's root as the machine sees it, with what is mounted there."""
-        done = subprocess.run(
-            [*self._command("lxc-info"), "-p", "-H"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_TOOL_TIMEOUT_S,
-        )
-        return Path(f"/proc/{int(done.stdout)}/root")
+        return Path(f"/proc/{self._init_pid()}/root")
 
     @property
     def pct_conf(self) -> Path:
@@ -125,19 +118,45 @@ class Lxc:
             timeout=timeout_s,
         )
 
-    def pids(self, mark: str) -> list[int]:
-        """The pids, as the container counts them, of processes whose command line holds ``mark``."""
+    def pids(self, words: str) -> list[int]:
+        """The pids, as the container counts them, of processes whose command line holds ``words``."""
         program = (
             "import os, pathlib, sys\n"
-            "for entry in pathlib.Path('/proc').iterdir():\n"
+            "for entry in pathlib.Path('/proc').glob('[0-9]*'):\n"
             "    try:\n"
-            "        line = (entry / 'cmdline').read_bytes()\n"
+            "        line = (entry / 'cmdline').read_bytes().replace(bytes(1), b' ')\n"
             "    except OSError:\n"
             "        continue\n"
-            "    if entry.name.isdigit() and int(entry.name) != os.getpid() and sys.argv[1].encode() in line:\n"
+            "    if int(entry.name) != os.getpid() and sys.argv[1].encode() in line:\n"
             "        print(entry.name)\n"
         )
-        return [int(pid) for pid in self.run(["python3", "-c", program, mark]).stdout.split()]
+        return [int(pid) for pid in self.run(["python3", "-c", program, words]).stdout.split()]
+
+    def is_alive(self, pid: int) -> bool:
+        """Whether the container's process ``pid`` runs; its zombie does not."""
+        done = self.run(["cat", f"/proc/{pid}/stat"], check=False)
+        return done.returncode == 0 and done.stdout.rpartition(")")[2].split()[0] not in "ZX"
+
+    def run_as_pid(self, pid: int, argv: Sequence[str]) -> int:
+        """Start ``argv`` in the container and leave it running, as process ``pid`` if that is free; returns its pid."""
+        # The next process of a pid namespace gets the number after the last one.
+        program = 'echo "$1" > /proc/sys/kernel/ns_last_pid; shift; "$@" </dev/null >/dev/null 2>&1 & echo $!'
+        init = str(self._init_pid())
+        enter = ["nsenter", "--target", init, "--mount", "--uts", "--ipc", "--", *argv]
+        done = subprocess.run(
+            ["nsenter", "--target", init, "--pid", "--", "sh", "-c", program, "sh", str(pid - 1), *enter],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_TOOL_TIMEOUT_S,
+        )
+        return int(done.stdout)
+
+    def _init_pid(self) -> int:
+        """The machine's pid of the container's process 1."""
+        argv = [*self._command("lxc-info"), "-p", "-H"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_TOOL_TIMEOUT_S)
+        return int(done.stdout)
 
     def _tool(self, name: str, *arguments: str, check: bool = True) -> None:
         done = subprocess.run(

@@ -53,6 +53,10 @@ class Sshd:
         return self.folder / "sshd.log"
 
     @property
+    def pid(self) -> int:
+        return int((self.folder / "sshd.pid").read_text())
+
+    @property
     def host_public_key(self) -> str:
         """Type and base64 of the host key, as known_hosts has them."""
         return " ".join((self.folder / "host_key.pub").read_text().split()[:2])
@@ -90,8 +94,7 @@ class Sshd:
         pid_file = self.folder / "sshd.pid"
         if not pid_file.exists():
             return
-        server = int(pid_file.read_text())
-        for pid in [*descendants(server), server]:
+        for pid in [*descendants(self.pid), self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         pid_file.unlink()

@@ -154,7 +154,7 @@ def test_a_log_is_followed_to_its_end_byte_for_byte(container: Container, agent:
 def test_following_goes_on_at_the_same_byte_after_the_link_broke(
     container: Container, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.logs._BACKOFF_S", (0.05,) * 8)
+    monkeypatch.setattr("orchestrator.logs._FIRST_WAIT_S", 0.05)
     run_id = start(agent, "import time\nfor n in range(300): print('line', n); time.sleep(.01)")
     seen = bytearray()
     cuts = iter([50, 400, 900, 1800])

@@ -281,6 +281,18 @@ def test_a_recycled_pid_never_gets_a_signal(container: FakeContainer, tmp_path: 
         bystander.wait()
 
 
+def test_a_run_from_before_a_restart_of_the_container_alone_is_lost_and_the_restart_is_named(
+    container: FakeContainer,
+) -> None:
+    container.start("r1", "")
+    container.wait_for_state("r1", "finished")
+    path = container.root / "runs/r1/state.json"
+    # A container has its host's boot id, but a process 1 of its own.
+    state = {**json.loads(path.read_text()), "state": "running", "init_start_time": -1}
+    path.write_text(json.dumps(state))
+    assert container.state("r1")["reason"] == "the container was restarted while it ran"
+
+
 def test_a_run_of_an_earlier_boot_is_lost(container: FakeContainer) -> None:
     container.start("r1", "")
     container.wait_for_state("r1", "finished")
