@@ -103,6 +103,7 @@ class TrainSpec:
     seed: int = 0
     log_every: int = 10
     checkpoint_every: int = 500
+    """A checkpoint is also written where the held-out accepted length is the best so far, and at the end."""
     eval_every: int = 500
     eval_max_new_tokens: int = 256
     keep_last: int = 3
@@ -148,16 +149,21 @@ class Recipe:
         return plain
 
     def digest(self) -> str:
-        """16 hex digits naming what the recipe computes; its name, logging and topology do not count."""
+        """16 hex digits naming what the recipe computes, however it is logged and spread over ranks.
+
+        Of the topology only the number of micro-batches that all drafters together take a step counts.
+        """
         plain = self.to_dict()
         plain.pop("name")
         plain.pop("compile")
+        plain["train"]["accumulation"] *= len(plain.pop("topology")["drafters"])
         for key in (
             "log_every",
             "checkpoint_every",
             "eval_every",
             "keep_last",
             "prefetch",
+            "shard",
             "on_recompile",
             "assert_improves",
         ):

@@ -59,11 +59,14 @@ class DrafterSide:
                 if run.stop.anywhere() and run.pace.end_soon(step):
                     say(f"stopping: told to; the last step will be {run.pace.last_step}")
                 run.pace.announce(step)
-            if step % train.log_every == 0 or step in (run.first_step, run.pace.last_step):
+            keeps = step % train.checkpoint_every == 0 or step == run.pace.last_step
+            evaluates = run.evaluates_after(step)
+            # What a checkpoint knows of the run must be up to date, so that a resumed run counts on from it.
+            if keeps or evaluates or step % train.log_every == 0 or step == run.first_step:
                 self._sum_up(step, norm)
-            if run.evaluates_after(step):
-                self._evaluate(step)
-            if step % train.checkpoint_every == 0 or step == run.pace.last_step:
+            if evaluates:
+                keeps = self._evaluate(step) or keeps
+            if keeps:
                 self._checkpoint()
             step += 1
         if self._target_side is not None:
@@ -134,20 +137,23 @@ class DrafterSide:
                 self._report.compiled_late(step, compiled_late)
         self._since, self._since_steps, self._since_time = None, 0, time.monotonic()
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """Decode the held-out prompts; true when the drafter is better than at any evaluation before."""
         final = step == self._run.recipe.train.steps
         result = evaluate_everywhere(self._run, self._target_side, self._program, compare_plain=final)
-        if result is not None:
-            accepted, best = result.mean_accepted_length, self.progress.best_accepted
-            self.progress = replace(
-                self.progress,
-                accepted=accepted,
-                accepted_before=accepted if step == 0 else self.progress.accepted_before,
-                best_accepted=accepted if best is None else max(best, accepted),
-            )
-            if self._report is not None:
-                self._report.evaluated(step, result)
         self._since_time = time.monotonic()
+        if result is None:
+            return False
+        accepted, best = result.mean_accepted_length, self.progress.best_accepted
+        self.progress = replace(
+            self.progress,
+            accepted=accepted,
+            accepted_before=accepted if step == 0 else self.progress.accepted_before,
+            best_accepted=accepted if best is None else max(best, accepted),
+        )
+        if self._report is not None:
+            self._report.evaluated(step, result)
+        return best is not None and accepted > best
 
     def _checkpoint(self) -> None:
         run = self._run

@@ -39,9 +39,10 @@ class Sampling(NamedTuple):
 GREEDY = Sampling(0.0, None)
 
 
-def held_out_prompts(recipe: Recipe, tokenizer: Any, target_config: Any) -> HeldOut:
+def held_out_prompts(recipe: Recipe, tokenizer: Any, generation_config: Any) -> HeldOut:
     """The first ``data.eval_rows`` usable prompts of ``data.eval``: what comes before the first answer of a chat, and
-    the first half of a text. Raises ``PayloadError`` when there is none."""
+    the first half of a text. ``generation_config`` is the target's, and knows what ends its answers. Raises
+    ``PayloadError`` when there is no prompt."""
     prompts: list[tuple[int, ...]] = []
     for row in read_rows(recipe.data.eval, "eval", recipe.data.eval_rows, recipe.train.seed):
         ids = _prompt_of(row.content or {}, tokenizer)
@@ -49,7 +50,7 @@ def held_out_prompts(recipe: Recipe, tokenizer: Any, target_config: Any) -> Held
             prompts.append(tuple(ids))
     if recipe.data.eval and not prompts:
         raise PayloadError("None of the held-out rows has a prompt.", hint="Check data.eval of the recipe.")
-    return HeldOut(tuple(prompts), frozenset(end_token_ids(tokenizer, target_config)))
+    return HeldOut(tuple(prompts), frozenset(end_token_ids(tokenizer, generation_config)))
 
 
 def measure(

@@ -178,7 +178,9 @@ def _target_side(run: Run, prepared: Prepared, target: Target | None) -> TargetS
     assert target is not None
     tokenizer = load_tokenizer(prepared.target)
     held_out = (
-        held_out_prompts(run.recipe, tokenizer, target.config) if run.evaluates else HeldOut((), frozenset())
+        held_out_prompts(run.recipe, tokenizer, target.model.generation_config)
+        if run.evaluates
+        else HeldOut((), frozenset())
     )
     program = TargetProgram(target, run.config.target_layer_ids, run.recipe.loss.kind == "kl")
     rows = PackedRows(prepared.packed, run.recipe.train.batch_size, run.recipe.train.seed)
@@ -214,7 +216,7 @@ def _run_drafter(run: Run, program: DrafterProgram, side: TargetSide | None, pro
     if run.ranks.rank != run.roles.lead_drafter:
         DrafterSide(run, program, side, progress, None).run()
         return 0 if run.pace.last_step == run.recipe.train.steps else EXIT_STOPPED
-    with MetricsLog(run.run_dir) as log:
+    with MetricsLog(run.run_dir, run.first_step) as log:
         report = RunReport(run, log)
         report.started(sum(parameter.numel() for parameter in program.drafter.parameters()))
         return report.ended(DrafterSide(run, program, side, progress, report).run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,13 +98,17 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl`` and to TensorBoard's events in ``tensorboard/`` of a run's folder."""
+    """Appends to ``metrics.jsonl`` and to TensorBoard's events in ``tensorboard/`` of a run's folder.
 
-    def __init__(self, run_dir: Path) -> None:
+    A run that is resumed at ``first_step`` takes back what TensorBoard shows of that step and later ones.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int = 1) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._board: Any = SummaryWriter(str(run_dir / "tensorboard"))
+        purged = first_step if first_step > 1 else None
+        self._board: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purged)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -115,9 +120,13 @@ class MetricsLog:
         self._board.close()
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """One line ``{"event", "step", "time", ...}``; numbers, and lists of them by position, go to TensorBoard."""
+        """One line ``{"event", "step", "time", ...}``; numbers, and lists of them by position, go to TensorBoard.
+
+        JSON has no number that is not finite: null stands for it.
+        """
+        values = {name: _finite(value) for name, value in values.items()}
         line = {"event": event, "step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         for name, value in values.items():
             if isinstance(value, bool | str) or value is None:
                 continue
@@ -126,3 +135,7 @@ class MetricsLog:
                     self._board.add_scalar(f"{event}/{name}/{position}", item, step)
             elif isinstance(value, int | float):
                 self._board.add_scalar(f"{event}/{name}", value, step)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
