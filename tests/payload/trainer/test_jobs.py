@@ -124,10 +124,22 @@ def test_five_targets_feed_three_drafters(tiny_target_folder: Path, tmp_path: Pa
     assert list(job.losses().values()) == pytest.approx(list(alone.losses().values()), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("targets", "drafters"), [([0, 1], [0, 1]), pytest.param([0], [1], marks=pytest.mark.slow)]
+)
 def test_a_run_killed_at_a_random_step_resumes_with_bit_equal_losses(
-    tiny_target_folder: Path, tmp_path: Path
+    tiny_target_folder: Path, tmp_path: Path, targets: list[int], drafters: list[int]
 ) -> None:
-    recipe = tiny_recipe(tiny_target_folder, train__steps=24, train__checkpoint_every=3, **topology([0], [1]))
+    recipe = tiny_recipe(
+        tiny_target_folder,
+        data__eval=["demo"],
+        data__eval_rows=2,
+        train__steps=24,
+        train__accumulation=2,
+        train__checkpoint_every=3,
+        train__eval_every=5,
+        **topology(targets, drafters),
+    )
     whole = run(tmp_path / "whole", recipe)
     killed_after = random.randrange(4, 20)
     with started(tmp_path / "killed", recipe) as job:
@@ -138,6 +150,10 @@ def test_a_run_killed_at_a_random_step_resumes_with_bit_equal_losses(
     assert resumed.wait() == [0, 0], resumed.output()
     assert "resuming after step" in resumed.output()
     assert resumed.losses() == whole.losses()
+    for measured in ("accepted_length", "tokens"):
+        before, after = ({e["step"]: e[measured] for e in job.lines("eval")} for job in (whole, resumed))
+        assert before == after
+    assert resumed.lines("train")[-1]["tokens_seen"] == whole.lines("train")[-1]["tokens_seen"]
     before, after = final_weights(whole), final_weights(resumed)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
