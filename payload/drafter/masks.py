@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from payload.drafter.anchors import Anchors
 from payload.drafter.attention import Kernel
 from payload.drafter.config import DrafterConfig, block_is_causal, layer_window
-from payload.drafter.tiles import TILE, mask_tiles, ordered
+from payload.drafter.tiles import TILE, document_starts, mask_tiles, ordered
 
 Mask = Tensor | BlockMask
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -71,34 +71,42 @@ def allowed(
 def mask_mod(
     anchors: Anchors, document_ids: Tensor, block_size: int, causal: bool, window: int | None
 ) -> MaskMod:
-    """The rule as flex_attention's predicate over (batch, head, query index, key index).
+    """The rule as flex_attention's predicate over (batch, head, query index, key index); each document must lie in one
+    piece.
 
-    Tensors that it closes over become inputs of a compiled graph and integers its constants, so masks of
-    equal shapes share one compilation.
+    What a query sees of the context is an interval, and so is what it sees of its own block: two bounds are loaded
+    for each query, none for a key, since the kernels ask for every pair of a partial tile. Tensors that the
+    predicate closes over become inputs of a compiled graph and integers its constants, so masks of equal shapes
+    share one compilation.
     """
-    positions, valid = anchors
     length = document_ids.shape[1]
-    anchor_document = document_ids.gather(1, positions)
+    begin, end = context_interval(anchors, document_ids, block_size, window)
 
     def predicate(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block, slot = query // block_size, query % block_size
-        anchor = positions[batch, block]
-        # Both branches are computed for every key, so a slot's index is brought into the context's range.
-        context = key.clamp(max=length - 1)
-        sees_context = valid[batch, block] & (key < anchor)
-        sees_context = sees_context & (anchor_document[batch, block] == document_ids[batch, context])
-
-        other = key - length
-        distance = slot - other % block_size
-        sees_slot = (key >= length) & (other // block_size == block)
-        if causal:
-            sees_slot = sees_slot & (distance >= 0)
+        slot = query % block_size
+        own = length + query - slot
+        first, behind = own, own + (slot + 1 if causal else block_size)
         if window is not None:
-            sees_context = sees_context & (anchor + slot - key < window)
-            sees_slot = sees_slot & (distance.abs() < window)
-        return sees_context | sees_slot
+            first = torch.maximum(own, own + slot - (window - 1))
+            behind = behind if causal else torch.minimum(behind, own + slot + window)
+        sees_context = (key >= begin[batch, query]) & (key < end[batch, query])
+        return sees_context | ((key >= first) & (key < behind))
 
     return predicate
+
+
+def context_interval(
+    anchors: Anchors, document_ids: Tensor, block_size: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """The context that each query sees, as indices of its row from the first up to but not including the second,
+    int32 [B, A*K] each."""
+    positions, valid = anchors
+    begin = document_starts(document_ids).gather(1, positions)[:, :, None].expand(-1, -1, block_size)
+    if window is not None:
+        slot = torch.arange(block_size, device=positions.device)
+        begin = torch.maximum(begin, positions[:, :, None] + slot - (window - 1))
+    end = torch.where(valid, positions, 0)[:, :, None].expand(-1, -1, block_size)
+    return begin.flatten(1).int(), end.flatten(1).int()
 
 
 @torch.compiler.disable(reason="a BlockMask made inside the graph that uses it gave wrong gradients")
