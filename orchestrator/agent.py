@@ -15,7 +15,15 @@ from typing import Any, NoReturn
 
 from orchestrator.connection import Completed
 from orchestrator.container import Container
-from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
+from orchestrator.errors import (
+    LinkLost,
+    OrchestratorError,
+    RefusedError,
+    RemoteError,
+    TransportError,
+    UsageError,
+)
+from orchestrator.retry import repeat
 
 PROTOCOL = 1
 LINE_LIMIT_BYTES = 8 * 1024 * 1024
@@ -25,6 +33,9 @@ IDLE_TIMEOUT_S = 60.0
 ISOLATED = ("-I", "-S", "-B")
 """The agent needs the standard library alone: no site-packages, which may cost tens of milliseconds to look at, no
 environment, and no bytecode beside a release that is named by its content."""
+
+REPEATABLE_VERBS = frozenset({"hello", "status", "facts", "files", "stop"})
+"""Those that only ask, or do the same thing however often."""
 
 COMMAND_NOT_FOUND = 127
 """What env(1) exits with for a program that is not there."""
@@ -72,30 +83,52 @@ class Agent:
     ) -> dict[str, Any]:
         """Ask ``verb`` of the agent and return its result.
 
-        ``on_event`` takes each event as it comes. Raises what the agent's error says (see
-        :mod:`orchestrator.errors`), :class:`NoAnswer` when there was no final line, and
+        ``on_event`` takes each event as it comes. A verb that may be repeated is, when the link breaks. Raises what
+        the agent's error says (see :mod:`orchestrator.errors`), :class:`NoAnswer` when there was no final line, and
         :class:`orchestrator.errors.TransportError`.
         """
+
+        def ask() -> dict[str, Any]:
+            return self._ask(verb, request or {}, on_event, timeout_s, idle_timeout_s)
+
+        if verb in REPEATABLE_VERBS:
+            return repeat(ask, f"to ask for `{verb}`", self.container.connection.notify)
+        return ask()
+
+    def _ask(
+        self,
+        verb: str,
+        request: Mapping[str, Any],
+        on_event: OnEvent,
+        timeout_s: float | None,
+        idle_timeout_s: float | None,
+    ) -> dict[str, Any]:
         nonce = secrets.token_hex(16)
         envelope = {
-            **(request or {}),
+            **request,
             "protocol": PROTOCOL,
             "nonce": nonce,
             "root": self.container.settings.root,
             "holder": f"{getpass.getuser()}@{socket.gethostname()}",
         }
         replies = _Replies(nonce, on_event)
-        done = self.container.run(
-            [self.container.settings.python, *ISOLATED, self.program, verb],
-            stdin=json.dumps(envelope).encode() + b"\n",
-            on_stdout=replies.feed,
-            timeout_s=timeout_s,
-            idle_timeout_s=idle_timeout_s,
-        )
+        done = None
+        try:
+            done = self.container.run(
+                [self.container.settings.python, *ISOLATED, self.program, verb],
+                stdin=json.dumps(envelope).encode() + b"\n",
+                on_stdout=replies.feed,
+                timeout_s=timeout_s,
+                idle_timeout_s=idle_timeout_s,
+            )
+        except LinkLost:
+            # An answer that came is one, whatever became of the link after it.
+            if replies.result is None and replies.error is None:
+                raise
         if replies.result is not None:
             return replies.result
-        if replies.error is not None:
-            self._raise(verb, replies.error)
+        if replies.error is not None or done is None:
+            self._raise(verb, replies.error or {})
         if _is_missing(done):
             # Python's own words: the container runs, so there is nothing to ask of the host.
             raise NoAnswer(

@@ -75,7 +75,7 @@ class Connection:
         self.name = name
         self._wait_for_silent = wait_for_silent
         self.settings = settings
-        self._notify = notify
+        self.notify = notify
         self._fabric: fabric.Connection | None = None
         self._opening = threading.Lock()
         self._slots = threading.BoundedSemaphore(MOST_SESSIONS)
@@ -292,7 +292,7 @@ class Connection:
         error = state.outcome.exception() if state.outcome else None
         why = error.message.rstrip(".") if isinstance(error, _Retryable) else self.name
         wait_s = state.next_action.sleep if state.next_action else 0.0
-        self._notify(
+        self.notify(
             f"{why} (try {state.attempt_number} of {CONNECT_ATTEMPTS}); trying again in {wait_s:.1f} s"
         )
 

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from orchestrator.connection import BytesSink, Completed, Connection
 from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
 from orchestrator.inventory import Destination
+from orchestrator.retry import repeat
 
 CHUNK_BYTES = 256 * 1024
 _PROBE_TIMEOUT_S = 30.0
@@ -71,10 +72,25 @@ class Container:
 
         Folders on the way are made. An existing file is replaced by rename; a folder in the way is an error.
         Raises :class:`RemoteError` when the bytes that arrived are not the bytes that were sent, naming the disk
-        when it is full, :class:`UsageError` when ``source`` cannot be read, and :class:`TransportError`.
+        when it is full, :class:`UsageError` when ``source`` cannot be read, and :class:`TransportError` when the link
+        broke again and again.
         """
         target = PurePosixPath(path)
         partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
+        repeat(
+            lambda: self._upload(source, path, partial, mode, on_progress),
+            f"to send {target.name}",
+            self.connection.notify,
+        )
+
+    def _upload(
+        self,
+        source: Path | bytes,
+        path: str,
+        partial: PurePosixPath,
+        mode: int,
+        on_progress: ByteProgress | None,
+    ) -> None:
         digest = hashlib.sha256()
         try:
             sent = self.run(_UNPACK, stdin=_tar_stream(source, str(partial), mode, digest, on_progress))
@@ -111,11 +127,17 @@ class Container:
         """Bring the first ``size`` bytes of ``path`` home to ``destination``, whole or not at all.
 
         A ``.part`` left by an earlier try is continued. Raises :class:`RemoteError` when the bytes do not have
-        the hash ``sha256``, :class:`UsageError` when the desk cannot write it, and :class:`TransportError` (what
-        came so far stays in the ``.part``).
+        the hash ``sha256``, :class:`UsageError` when the desk cannot write it, and :class:`TransportError` when the
+        link broke again and again without a byte in between (what came so far stays in the ``.part``).
         """
+        partial = destination.with_name(f"{destination.name}.{sha256[:16]}.part")
         try:
-            self._download(path, destination, size, sha256, on_progress)
+            repeat(
+                lambda: self._download(path, destination, partial, size, sha256, on_progress),
+                f"to fetch {destination.name}",
+                self.connection.notify,
+                progress=lambda: partial.exists() and partial.stat().st_size,
+            )
         except OSError as error:
             raise UsageError(
                 f"{destination} cannot be written at the desk: {error.strerror or error}.",
@@ -123,10 +145,15 @@ class Container:
             ) from error
 
     def _download(
-        self, path: str, destination: Path, size: int, sha256: str, on_progress: ByteProgress | None
+        self,
+        path: str,
+        destination: Path,
+        partial: Path,
+        size: int,
+        sha256: str,
+        on_progress: ByteProgress | None,
     ) -> None:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        partial = destination.with_name(f"{destination.name}.{sha256[:16]}.part")
         have = partial.stat().st_size if partial.exists() else 0
         if have > size:
             partial.unlink()

@@ -16,6 +16,7 @@ from orchestrator.agent import Agent, NoAnswer
 from orchestrator.console import StepReport
 from orchestrator.container import Container
 from orchestrator.errors import RemoteError
+from orchestrator.retry import repeat
 from payload.agent.release import build_archive, tree_hash
 
 PAYLOAD = Path(__file__).resolve().parent.parent / "payload"
@@ -62,9 +63,14 @@ class Payload:
 def deploy(container: Container, report: StepReport, payload: Payload | None = None) -> Deployed:
     """Bring ``payload`` (default: the desk's own) into the container, unless that very release is there.
 
-    Raises :class:`orchestrator.errors.OrchestratorError`; the release that was current before stays so then.
+    A broken link is tried again. Raises :class:`orchestrator.errors.OrchestratorError`; the release that was current
+    before stays so then.
     """
-    payload = payload or Payload()
+    whole = payload or Payload()
+    return repeat(lambda: _deploy(container, report, whole), "to deploy", container.connection.notify)
+
+
+def _deploy(container: Container, report: StepReport, payload: Payload) -> Deployed:
     report.update(f"is release {payload.release} there?")
     agent = Agent.of_release(container, payload.release)
     try:
