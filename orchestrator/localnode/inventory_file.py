@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.inventory import DEFAULT_CONTAINER_PATH, IndexSettings
+from orchestrator.inventory import DEFAULT_CONTAINER_PATH, IndexSettings, TorchPin
 from orchestrator.localnode import layout
 from orchestrator.localnode.desk_pip import TORCH_VERSION, desk_index, desk_torch
 
@@ -45,6 +46,10 @@ def inventory_text(
     index = desk_index(environment)
     plans = {name: ContainerPlan.of(state, name) for name in layout.container_ids(str(state))}
     plans = {name: replace(plan, python=plan.python or default_python) for name, plan in plans.items()}
+    # Asked once for all containers of one kind: it looks into the desk's indexes.
+    torch_of = functools.cache(
+        lambda version, python: desk_torch(environment, version=version, python=python)
+    )
     host = {
         "address": address,
         "port": port,
@@ -54,7 +59,8 @@ def inventory_text(
         "pct": str(state / layout.PCT),
         "sudo": False,
         "containers": {
-            name: _container(state, name, plan, index, environment) for name, plan in plans.items()
+            name: _container(state, name, plan, index, torch_of(plan.torch_version, str(plan.python)))
+            for name, plan in plans.items()
         },
     }
     header = "# Written by the embedded node each time it starts; changes here are lost.\n"
@@ -62,10 +68,9 @@ def inventory_text(
 
 
 def _container(
-    state: Path, container_id: str, plan: ContainerPlan, index: IndexSettings, environment: Mapping[str, str]
+    state: Path, container_id: str, plan: ContainerPlan, index: IndexSettings, torch: TorchPin
 ) -> dict[str, Any]:
     rootfs = Path(layout.container_folder(str(state), container_id), layout.ROOTFS)
-    torch = desk_torch(environment, version=plan.torch_version, python=str(plan.python))
     return {
         "root": f"{rootfs}/opt/dflash",
         "home": f"{rootfs}/root",
