@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,7 +27,7 @@ from payload.errors import PayloadError
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How the target answers; ``temperature`` 0 is greedy."""
+    """How the target answers; ``temperature`` 0 is greedy. A batch of prompts and ``seed`` decide what is sampled."""
 
     batch_size: int = 64
     max_new_tokens: int = 1024
@@ -164,7 +165,7 @@ def generate_answers(
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if settings.temperature > 0:
         sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0}
-    with torch.no_grad():
+    with torch.no_grad(), _seeded(settings.seed, prompts, device):
         whole = model.generate(
             input_ids=ids,
             attention_mask=seen,
@@ -174,6 +175,15 @@ def generate_answers(
             **sampling,
         )
     return [_until_end(row[width:].tolist(), ends) for row in whole]
+
+
+@contextmanager
+def _seeded(seed: int, prompts: list[list[int]], device: torch.device) -> Iterator[None]:
+    """Random numbers of their own for these prompts, whatever was drawn before."""
+    digest = hashlib.sha256(json.dumps([seed, prompts]).encode()).digest()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        yield
 
 
 def _until_end(answer: list[int], ends: set[int]) -> list[int]:

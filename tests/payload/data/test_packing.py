@@ -74,6 +74,28 @@ def test_a_missing_file_is_an_error_with_its_path(tmp_path: Path) -> None:
         list(read_rows([str(tmp_path / "absent.jsonl")], "train", None, 0))
 
 
+@pytest.mark.parametrize("suffix", ["", ":validation"])
+def test_a_data_set_is_read_by_name_and_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """A folder is what `datasets` takes for a name without a network."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    for split, count in (("train", 3), ("validation", 2)):
+        written(
+            tmp_path / "rows" / f"{split}.jsonl", [{"text": f"{split} {number}"} for number in range(count)]
+        )
+    rows = list(read_rows([f"hub:{tmp_path}/rows{suffix}"], "train", None, 0))
+    split = suffix.removeprefix(":") or "train"
+    assert [row.content for row in rows] == [{"text": f"{split} {n}"} for n in range(len(rows))]
+    assert len(rows) == (2 if suffix else 3)
+
+
+def test_a_data_set_that_cannot_be_loaded_is_an_error_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(PayloadError, match=f"Cannot load the data set {tmp_path}"):
+        list(read_rows([f"hub:{tmp_path}"], "train", None, 0))
+
+
 def test_the_order_depends_on_seed_and_epoch_alone_and_covers_every_row(tmp_path: Path, words: Any) -> None:
     prepared(tmp_path, words, [{"input_ids": [5 + row] * 16} for row in range(10)])
     path = tmp_path / "packed.safetensors"

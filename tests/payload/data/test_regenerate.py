@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +87,80 @@ def test_a_damaged_file_is_not_taken_for_answers(target: Target, words: Any, tmp
     path.write_text("garbage\n")
     with pytest.raises(PayloadError, match="damaged at byte 0"):
         regenerate(rows("one"), target.model, words, path, SETTINGS)
+
+
+def conversation(*questions: str) -> Row:
+    turns = [
+        turn for text in questions for turn in (said("user", text), said("assistant", "Someone else's."))
+    ]
+    return Row({"messages": turns}, "here")
+
+
+def said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def says(target: Target, words: Any, *answer: str) -> Target:
+    """The target with another mind: it says these tokens one after the other, and ends."""
+    spoken = [*map(words.convert_tokens_to_ids, answer), words.eos_token_id]
+    changed = copy.deepcopy(target)
+    read: list[torch.Tensor] = []
+
+    def say(head: Any, arguments: Any, logits: torch.Tensor) -> torch.Tensor:
+        newest = read[-1][:, -logits.shape[1] :]
+        chosen = torch.full_like(newest, spoken[0])
+        for before, after in pairwise(spoken):
+            chosen[newest == before] = after
+        return torch.nn.functional.one_hot(chosen, logits.shape[2]).to(logits.dtype)
+
+    changed.model.model.embed_tokens.register_forward_pre_hook(lambda module, ids: read.append(ids[0]))
+    changed.model.lm_head.register_forward_hook(say)
+    return changed
+
+
+def test_each_turn_of_a_conversation_is_answered_in_the_context_of_the_targets_own_answers(
+    target: Target, words: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    own = says(target, words, "e")
+    regenerate([conversation("How many?", "And then?")], own.model, words, path, SETTINGS)
+    (line,) = lines(path)
+    assert [turn["role"] for turn in line["conversation"]] == ["user", "assistant", "user", "assistant"]
+    whole = words.decode(line["input_ids"])
+    assert "Someone else" not in whole
+    assert whole.index("How many?") < whole.index("assistant\ne<|im_end|>") < whole.index("And then?")
+    assert len(spans(line)) == 2
+    for start, end in spans(line):
+        ids = line["input_ids"]
+        assert ids[start:end] == plain_decode(own, ids[:start], 6, eos_token_ids={2})
+
+
+def test_an_answer_that_its_text_does_not_give_back_is_context_but_not_supervised(
+    target: Target, words: Any, tmp_path: Path
+) -> None:
+    """``h`` and ``e`` one by one are another token, ``he``, in the next prompt."""
+    path = tmp_path / "answers.jsonl"
+    regenerate(
+        [conversation("How many?", "And then?")], says(target, words, "h", "e").model, words, path, SETTINGS
+    )
+    (line,) = lines(path)
+    [(start, end)] = spans(line)
+    assert line["input_ids"][start:end] == [*words.convert_tokens_to_ids(["h", "e"]), words.eos_token_id]
+    assert end == len(line["input_ids"])
+
+
+def spans(line: dict[str, Any]) -> list[tuple[int, int]]:
+    """Where the supervised runs begin and end."""
+    mask = [False, *line["loss_mask"], False]
+    edges = [index for index in range(len(mask) - 1) if mask[index] != mask[index + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def test_sampled_answers_repeat_with_their_seed(target: Target, words: Any) -> None:
+    prompts = [[5, 6, 7], [9] * 11]
+
+    def answers(seed: int) -> list[list[int]]:
+        return generate_answers(target.model, prompts, words, replace(SETTINGS, temperature=1.0, seed=seed))
+
+    assert answers(1) == answers(1)
+    assert answers(1) != answers(2)
