@@ -28,7 +28,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. ``identity`` names the recipe and the data; a resume checks it."""
+    """Where a run stands. ``identity`` names recipe, data and target; a resume checks it."""
 
     step: int
     identity: str
@@ -108,7 +108,8 @@ def checkpoint_to_resume(
 ) -> Path | None:
     """The newest whole checkpoint of a run, or of the run in the folder ``resume_from``, seen from ``run_dir``.
 
-    Raises ``PayloadError`` (kind refused) when ``resume_from`` has none, or it is of another recipe or other data.
+    Raises ``PayloadError`` (kind refused) when ``resume_from`` has none, or it is of another
+    recipe, other data or another target.
     """
     found = newest_checkpoint(run_dir / "checkpoints", warn)
     if found is None and resume_from is not None:
@@ -120,8 +121,8 @@ def checkpoint_to_resume(
             )
     if found is not None and read_progress(found).identity != identity:
         raise PayloadError(
-            "The checkpoint to resume from was made by another recipe or on other data.",
-            hint="Resume with the recipe and data of that run, or start a new run.",
+            "The checkpoint to resume from was made by another recipe, on other data or with another target.",
+            hint="Resume with the recipe, data and target of that run, or start a new run.",
             kind="refused",
         )
     return found

@@ -138,7 +138,7 @@ def _train(
         target = Target.load(prepared.target, ranks.device, compiles_target(recipe, ranks.device))
     head, embedding = _share_weights(prepared, target, ranks, roles)
 
-    identity = f"{recipe.digest()}-{prepared.data_sha256[:16]}"
+    identity = f"{recipe.digest()}-{prepared.data_sha256[:16]}-{prepared.weights_sha256[:16]}"
     resumed: Path | None = ranks.broadcast_object(
         checkpoint_to_resume(run_dir, spec.get("resume_from"), identity, say)
         if ranks.rank == roles.lead_drafter

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from payload.data.feature_cache import FeatureShape, RowFeatures, write_feature_cache
 from payload.data.prepared import PackedRows, Preparation, prepare
@@ -34,6 +35,8 @@ class Prepared:
     packed: Path
     data_sha256: str
     data_facts: dict[str, Any]
+    weights_sha256: str
+    """Of a sample of the target's weights (`weights_digest`)."""
     config: DrafterConfig
     dtype: torch.dtype
     tied: bool
@@ -65,6 +68,7 @@ def prepare_run(
         packed=packed,
         data_sha256=file_sha256(packed),
         data_facts=_facts(recipe, facts),
+        weights_sha256=weights_digest(target.model),
         config=config,
         dtype=target.dtype,
         tied=target.head_weight is target.embedding_weight,
@@ -87,7 +91,8 @@ def _training_rows(
         temperature=data.regenerate_temperature,
         seed=recipe.train.seed,
     )
-    key = json.dumps([vars(spec), list(data.train), data.train_rows, vars(settings)], sort_keys=True)
+    asked = [list(data.train), data.train_rows, vars(settings)]
+    key = json.dumps([vars(spec), weights_digest(target.model), *asked], sort_keys=True)
     answers = root / "answers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
 
     def report(line: str) -> None:
@@ -115,7 +120,8 @@ def ensure_features(
         teacher=config.hidden_size if program.with_teacher else 0,
         dtype=str(target.dtype).removeprefix("torch."),
     )
-    key = [file_sha256(packed), vars(recipe.target), list(program.layer_ids), vars(shape)]
+    whose = [vars(recipe.target), weights_digest(target.model)]
+    key = [file_sha256(packed), *whose, list(program.layer_ids), vars(shape)]
     folder = root / "features" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     if (folder / MANIFEST).is_file():
         say(f"features: using {folder}")
@@ -132,6 +138,17 @@ def ensure_features(
 
     write_feature_cache(folder, shape, all_rows(), say)
     return folder
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A hash of 64 values of each parameter: other weights in the same folder are another target."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)].cpu().contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _facts(recipe: Recipe, preparation: Preparation) -> dict[str, Any]:

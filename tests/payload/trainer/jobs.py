@@ -43,7 +43,7 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def tiny_causal_lm(family: str, vocabulary: int, tied: bool = True) -> Any:
+def tiny_causal_lm(family: str, vocabulary: int, tied: bool = True, seed: int = 0) -> Any:
     """A random transformers model of 5 layers and hidden size 32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def tiny_causal_lm(family: str, vocabulary: int, tied: bool = True) -> Any:
         bos_token_id=None,
         eos_token_id=2,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from payload.drafter.checkpoint import load_config
 from tests.payload.tiny_gguf import write_gguf
-from tests.payload.trainer.jobs import run, tiny_causal_lm, tiny_recipe, tiny_tokenizer
+from tests.payload.trainer.jobs import run, save_tiny_target, tiny_causal_lm, tiny_recipe, tiny_tokenizer
 
 STRANGE_TOKEN = 300
 LENGTH = 32
@@ -99,3 +99,25 @@ def test_ranks_that_have_nothing_to_learn_from_do_not_hold_up_the_others(
     assert list(parallel.losses().values()) == pytest.approx(list(alone.losses().values()), rel=1e-4)
     assert any(loss > 0 for loss in parallel.losses().values())
     assert ("not finite" in parallel.output()) == bool(skipped)
+
+
+def test_other_weights_in_the_same_folder_are_another_target(tmp_path: Path) -> None:
+    """Neither its answers nor its features are those of before, and no run of before goes on with it."""
+    target = save_tiny_target(tmp_path / "target")
+    settings: dict[str, Any] = {
+        "data__features": "offline",
+        "data__regenerate": True,
+        "data__regenerate_max_new_tokens": 6,
+        "train__steps": 2,
+    }
+    first = run(tmp_path / "runs" / "a", tiny_recipe(target, **settings))
+    same = run(tmp_path / "runs" / "b", tiny_recipe(target, **settings))
+    assert same.losses() == first.losses()
+    assert "features: using" in same.output()
+    tiny_causal_lm("qwen3", len(tiny_tokenizer()), seed=1).save_pretrained(target)
+    other = run(tmp_path / "runs" / "c", tiny_recipe(target, **settings))
+    assert "64 answered, 0 kept" in other.output()
+    assert "features: using" not in other.output()
+    resumed = run(tmp_path / "runs" / "d", tiny_recipe(target, **settings), resume_from="../a")
+    assert resumed.wait() == [1]
+    assert "another target" in resumed.output()
