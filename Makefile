@@ -45,7 +45,7 @@ node-start: $(VENV)/.desk ## Start the embedded node and leave it running
 node-stop: $(VENV)/.desk ## Stop the embedded node
 	@$(RUN) node stop
 
-.PHONY: deploy venv warmup train logs status stop fetch evaluate probe doctor prune cache race
+.PHONY: deploy venv warmup train logs status stop fetch evaluate estimate probe doctor prune cache race
 deploy: $(VENV)/.desk ## Bring the payload into the container
 	@$(RUN) deploy
 venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
@@ -66,6 +66,8 @@ doctor: $(VENV)/.desk ## Whether the container is fit for a run, each finding wi
 	@$(RUN) doctor $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,JSON),--json)
 evaluate: $(VENV)/.desk ## A drafter's held-out accepted length (RUN_ID=, CHECKPOINT=best, RECIPE=, PROMPTS=, TEMPERATURE=, SET=, DRAFTER=, BESIDE=1, JSON=1)
 	@$(RUN) evaluate $(foreach s,$(call given,SET),--set '$(s)') $(if $(call given,CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(call given,PROMPTS),--prompts '$(PROMPTS)') $(if $(call given,TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(call given,DRAFTER),--drafter '$(DRAFTER)') $(if $(call on,BESIDE),--beside) $(if $(call on,JSON),--json) $(RUN_ID)
+estimate: $(VENV)/.desk ## GPU memory that each role of a recipe needs (RECIPE=, SET=, CONFIG=<the target's config.json>, JSON=1; HOST= CT= asks a container)
+	@$(RUN) estimate $(foreach s,$(call given,SET),--set '$(s)') $(if $(call given,CONFIG),--config '$(CONFIG)') $(if $(call on,JSON),--json)
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(call on,JSON),--json)
 

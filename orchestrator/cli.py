@@ -27,6 +27,7 @@ COMMANDS = {
     "stop": "orchestrator.cli_run",
     "fetch": "orchestrator.cli_run",
     "evaluate": "orchestrator.cli_evaluate",
+    "estimate": "orchestrator.cli_estimate",
     "doctor": "orchestrator.cli_fleet",
     "probe": "orchestrator.cli_build",
     "cache": "orchestrator.cli_cache",

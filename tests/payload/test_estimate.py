@@ -1,0 +1,79 @@
+"""The estimate's arithmetic against the real models, and against memory that was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from payload.demo.target import demo_config
+from payload.drafter.model import DFlashDrafter
+from payload.estimate import drafter_config, drafter_parameters, estimate
+from payload.recipe import Recipe, load_recipe
+from payload.target_shape import PUBLISHED, TargetShape, shape_of
+from payload.trainer.program import supply_shape
+from tests.payload.tiny_targets import FAMILIES, tiny_model
+
+
+def qwen3_8b(targets: list[int], drafters: list[int], **overrides: object) -> Recipe:
+    changed = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_recipe("qwen3-8b", {"topology.targets": targets, "topology.drafters": drafters, **changed})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_targets_weights_are_counted_as_transformers_makes_them(family: str, tmp_path: Path) -> None:
+    for tied in (False, True):
+        model = tiny_model(family, tie_word_embeddings=tied)
+        model.config.save_pretrained(tmp_path)
+        counted = shape_of(str(tmp_path)).parameters
+        assert counted == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.02)
+
+
+def test_published_sizes_are_the_published_counts() -> None:
+    # Billions of weights, from the model cards.
+    cards = {"Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-4B": 4.0, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-14B": 14.8}
+    cards |= {"Qwen/Qwen3-1.7B": 1.7, "Qwen/Qwen3-32B": 32.8, "meta-llama/Llama-3.1-8B-Instruct": 8.0}
+    for name, billions in cards.items():
+        assert PUBLISHED[name].parameters == pytest.approx(billions * 1e9, rel=0.03)
+    demo = TargetShape.of_config({**demo_config().to_dict(), "dtype": "float32"}, "demo")
+    assert PUBLISHED["demo"] == replace(demo, max_position_embeddings=1024)
+
+
+def test_the_drafters_weights_are_counted_to_the_last_one() -> None:
+    recipe = load_recipe("tiny-cpu")
+    config = drafter_config(recipe, shape_of("demo"))
+    assert drafter_parameters(config) == sum(weight.numel() for weight in DFlashDrafter(config).parameters())
+
+
+def test_a_message_is_what_really_travels() -> None:
+    recipe = qwen3_8b([0], [1])
+    target = shape_of("Qwen/Qwen3-8B")
+    message = supply_shape(recipe, drafter_config(recipe, target), torch.bfloat16).message_bytes
+    terms = {term.name: term.size_bytes for term in estimate(recipe, target)[0].terms}
+    assert terms["features of 3 micro-batches"] == 3 * message
+
+
+def test_roles_are_those_of_the_topology() -> None:
+    target = shape_of("Qwen/Qwen3-8B")
+    by_role = {one.role: one for one in estimate(qwen3_8b([0, 1], [1, 2]), target)}
+    assert {role: one.ranks for role, one in by_role.items()} == {
+        "target": (0,),
+        "drafter": (2,),
+        "both": (1,),
+    }
+    assert by_role["both"].allocated_bytes > by_role["drafter"].allocated_bytes
+
+
+def test_sharding_divides_the_state_among_the_drafters() -> None:
+    target = shape_of("Qwen/Qwen3-8B")
+    whole, sharded = (
+        {
+            term.name: term.size_bytes
+            for term in estimate(qwen3_8b([0], [1, 2, 3], train__shard=shard), target)[1].terms
+        }
+        for shard in ("ddp", "fsdp2")
+    )
+    assert sharded["AdamW's moments, fp32"] == whole["AdamW's moments, fp32"] // 3
+    assert sharded["activations"] == whole["activations"]
