@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry of the command."""
     parser = argparse.ArgumentParser(prog="benchmarks.step", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", help="large on a GPU, else tiny")
-    parser.add_argument("--variant", choices=("fast", "reference"), nargs="+", default=["fast"])
+    parser.add_argument("--variant", choices=("fast", "reference"), nargs="*", default=["fast"])
     parser.add_argument(
         "--off",
         nargs="*",
