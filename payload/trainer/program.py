@@ -113,7 +113,8 @@ class DrafterProgram:
         self._generator.manual_seed((self._seed << 32) + micro_batch)
         batch = supply.batch
         anchors = sample_anchors(batch.loss_mask, batch.document_ids, self._num_anchors, self._generator)
-        finite = torch.isfinite(supply.features).all()
+        # One pass: a sum is finite only if all of its terms are.
+        finite = torch.isfinite(supply.features.sum(dtype=torch.float32))
         features = torch.where(finite, supply.features, 0)
         teacher = None if supply.teacher is None else torch.where(finite, supply.teacher, 0)
         self._synchronize(last)
