@@ -45,8 +45,8 @@ node-start: $(VENV)/.desk ## Start the embedded node and leave it running
 node-stop: $(VENV)/.desk ## Stop the embedded node
 	@$(RUN) node stop
 
-.PHONY: deploy venv warmup train logs status stop fetch evaluate estimate probe doctor prune cache race
-deploy: $(VENV)/.desk ## Bring the payload into the container
+.PHONY: deploy venv warmup train logs status stop fetch evaluate estimate probe doctor prune locks cache race
+deploy: $(VENV)/.desk ## Bring the payload into the container (of many: HOST=all, HOST=a,b CT=200,210-217)
 	@$(RUN) deploy
 venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
 	@$(RUN) venv $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,FORCE),--force)
@@ -56,13 +56,13 @@ train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its lo
 	@$(RUN) train $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,DETACH),--detach) $(if $(call on,COLD),--cold) $(if $(call on,ANYWAY),--anyway) $(if $(call given,RESUME),--resume '$(RESUME)')
 logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=<lines>, SINCE=10m)
 	@$(RUN) logs $(if $(call on,FOLLOW),--follow) $(if $(call given,TAIL),--tail '$(TAIL)') $(if $(call given,SINCE),--since '$(SINCE)') $(RUN_ID)
-status: $(VENV)/.desk ## The container's runs (JSON=1)
+status: $(VENV)/.desk ## The container's runs (JSON=1; HOST=all, CT=all)
 	@$(RUN) status $(if $(call on,JSON),--json) $(RUN_ID)
 stop: $(VENV)/.desk ## End a run for good (RUN_ID=, GRACE=<seconds>)
 	@$(RUN) stop $(if $(call given,GRACE),--grace '$(GRACE)') $(RUN_ID)
 fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=<folder>)
 	@$(RUN) fetch $(if $(call given,TO),--to '$(TO)') $(RUN_ID)
-doctor: $(VENV)/.desk ## Whether the container is fit for a run, each finding with its fix (RECIPE=, SET=, JSON=1)
+doctor: $(VENV)/.desk ## Whether the container is fit for a run, each finding with its fix (RECIPE=, SET=, JSON=1; HOST=all, CT=all)
 	@$(RUN) doctor $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,JSON),--json)
 evaluate: $(VENV)/.desk ## A drafter's held-out accepted length (RUN_ID=, CHECKPOINT=best, RECIPE=, PROMPTS=, TEMPERATURE=, SET=, DRAFTER=, BESIDE=1, JSON=1)
 	@$(RUN) evaluate $(foreach s,$(call given,SET),--set '$(s)') $(if $(call given,CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(call given,PROMPTS),--prompts '$(PROMPTS)') $(if $(call given,TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(call given,DRAFTER),--drafter '$(DRAFTER)') $(if $(call on,BESIDE),--beside) $(if $(call on,JSON),--json) $(RUN_ID)
@@ -73,6 +73,8 @@ probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 
 prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins
 	@$(RUN) prune
+locks: $(VENV)/.desk ## Who is changing the container, and for how long (BREAK=<lock>: end that one; JSON=1)
+	@$(RUN) locks $(if $(call given,BREAK),--break '$(BREAK)') $(if $(call on,JSON),--json)
 cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FINGERPRINT=, APPLY=1)
 	@$(RUN) cache $(or $(call given,ACTION),list) $(if $(call on,APPLY),--apply) $(if $(call on,JSON),--json) $(call given,FINGERPRINT)
 race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)

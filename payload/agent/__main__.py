@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-# A release is named by its content, so nothing of ours is written into it.
-sys.dont_write_bytecode = True
 # Python put this folder first, where venv.py and logs.py would hide modules of the same name.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 

@@ -50,7 +50,7 @@ def test_the_holder_of_a_port_is_named(container: FakeContainer) -> None:
     assert found["free"] is False
     assert found["number"] == number
     assert found["holder"]["pid"] == os.getpid()
-    assert "pytest" in found["holder"]["command"]
+    assert "python" in found["holder"]["command"]
 
 
 def test_a_number_that_no_port_has_is_refused(container: FakeContainer) -> None:
