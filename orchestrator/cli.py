@@ -32,6 +32,7 @@ COMMANDS = {
     "probe": "orchestrator.cli_build",
     "cache": "orchestrator.cli_cache",
     "prune": "orchestrator.cli_build",
+    "locks": "orchestrator.cli_build",
     "node": "orchestrator.cli_node",
     "demo": "orchestrator.cli_node",
 }

@@ -1,4 +1,4 @@
-"""The commands that build up a container and look into it: venv, warmup, prune, probe."""
+"""The commands that build up a container and look into it: venv, warmup, prune, locks, probe."""
 
 from __future__ import annotations
 
@@ -86,6 +86,32 @@ def prune(
     with open_step("prune", console, host, ct, inventory) as (agent, report):
         removed = agent.call("prune", {"keep": keep}, on_event=report.on_event)["removed"]
         report.outcome = f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
+
+
+def locks(
+    host: HostOption = None,
+    ct: CtOption = None,
+    inventory: InventoryOption = DEFAULT_INVENTORY,
+    broken: Annotated[
+        str | None, typer.Option("--break", metavar="LOCK", help="End the process that holds this one.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show who is changing the container, and for how long; end one that hangs. What it was making is not used."""
+    console = Console()
+    # Of the release that is there: a hanging deploy would hold up another.
+    with open_container(console, host, ct, inventory) as container, console.step("locks") as report:
+        found = Agent.current(container).call("locks", {"break": broken}, on_event=report.on_event)
+        ended = f"ended the holder of {broken}; " if broken else ""
+        report.outcome = f"{ended}{len(found['locks'])} held"
+    if as_json:
+        console.json(found)
+    elif found["locks"]:
+        rows = [
+            (lock["name"], lock["holder"], f"{lock['age_s']:.0f} s", lock["verb"], lock["pid"])
+            for lock in found["locks"]
+        ]
+        console.table(("lock", "held by", "for", "verb", "pid"), rows)
 
 
 def probe(

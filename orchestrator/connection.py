@@ -156,7 +156,7 @@ class Connection:
         except (paramiko.SSHException, EOFError, OSError) as error:
             self._give_up()
             raise LinkLost(
-                f"The link to {self.name} broke during a command: {error or type(error).__name__}.",
+                f"The link to {self.name} broke during a command: {str(error) or type(error).__name__}.",
                 "What ran on the host may go on. Try again; nothing half-written is taken for whole.",
             ) from error
         finally:

@@ -1,4 +1,7 @@
-"""Locks between agents: one file each, held by a process, so that a dead holder holds nothing."""
+"""Locks between agents: one file each, held by a process, so that a dead holder holds nothing.
+
+Who holds one is written in it. Verb ``locks`` shows them, and breaks one by ending its holder.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import fcntl
 import json
 import os
 import time
-from typing import Iterator
+from dataclasses import asdict
+from typing import Iterator, List, Mapping, Tuple
 
 from payload.agent.layout import Layout
-from payload.agent.processes import boot_id
+from payload.agent.processes import ProcessId, boot_id, descendants, end, identify, is_alive
+from payload.agent.protocol import Events, Json, Request
 from payload.errors import PayloadError
 
 _POLL_S = 0.05
+_BREAK_GRACE_S = 3.0
 
 
 @contextlib.contextmanager
@@ -37,8 +43,7 @@ def hold(layout: Layout, name: str, verb: str, holder: str, wait_s: float = 0.0)
                     raise _busy(name, os.pread(descriptor, 4096, 0)) from None
                 time.sleep(_POLL_S)
         entry = {
-            "pid": os.getpid(),
-            "boot_id": boot_id(),
+            **asdict(identify(os.getpid()) or ProcessId(os.getpid(), 0, boot_id())),
             "verb": verb,
             "holder": holder,
             "since": time.time(),
@@ -53,13 +58,58 @@ def hold(layout: Layout, name: str, verb: str, holder: str, wait_s: float = 0.0)
         os.close(descriptor)
 
 
+def locks(request: Request, events: Events) -> Json:
+    """Verb: the locks that are held, each with ``name``, ``verb``, ``holder``, ``pid`` and ``age_s``.
+
+    With ``break`` (a name), the process that holds that lock is ended first, with all that it runs: TERM, a few
+    seconds, KILL. What it was making is not used, and removed by the next that makes such a thing. Raises PayloadError
+    of kind ``usage`` when nobody holds it.
+    """
+    layout = Layout.at(request.root)
+    broken = request.get("break", str)
+    if broken is not None:
+        holder = next((process for name, process, _ in _held(layout) if name == broken), None)
+        if holder is None:
+            raise PayloadError(
+                f"nobody holds a lock {broken!r}", "`locks` shows those that are held.", "usage"
+            )
+        events.progress(f"ending process {holder.pid}, which holds the lock {broken!r}")
+        _end_holder(holder)
+    return {"locks": [entry for _, _, entry in _held(layout)], "broken": broken}
+
+
+def _held(layout: Layout) -> Iterator[Tuple[str, ProcessId, Json]]:
+    """The locks whose holder lives: (name, holder, what is told of it)."""
+    for path in sorted(layout.locks.glob("*.lock")):
+        # A lock that is free has no entry, one of a dead holder has that of a process which is not alive.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            entry = json.loads(path.read_bytes())
+            holder = ProcessId(entry["pid"], entry["start_time"], entry["boot_id"])
+            if is_alive(holder):
+                told = {name: entry[name] for name in ("verb", "holder", "pid")}
+                yield path.stem, holder, {"name": path.stem, "age_s": _age_s(entry), **told}
+
+
+def _end_holder(holder: ProcessId) -> None:
+    def tree() -> List[ProcessId]:
+        return [holder, *descendants(holder.pid)] if is_alive(holder) else []
+
+    left = end(tree, _BREAK_GRACE_S).left
+    if left:
+        raise PayloadError(f"process {holder.pid} does not end even by KILL", "Restart the container.")
+
+
+def _age_s(entry: Mapping[str, float]) -> float:
+    return max(0.0, time.time() - entry["since"])
+
+
 def _busy(name: str, content: bytes) -> PayloadError:
     try:
         entry = json.loads(content)
-        age_s = max(0.0, time.time() - entry["since"])
         who = f"by {entry['holder']} " if entry["holder"] else ""
+        age_s = _age_s(entry)
         held = f"held {who}for {age_s:.0f} s (verb {entry['verb']}, pid {entry['pid']} in the container)"
-        hint = f"Wait until it is done; if it hangs, end process {entry['pid']} in the container."
+        hint = f"Wait until it is done. If it hangs: make locks BREAK={name} ends that process."
     except (ValueError, KeyError, TypeError):
         # The holder has taken the lock and not yet written who it is.
         held, hint = "held by another agent", "Wait a moment, then try again."

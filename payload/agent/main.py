@@ -34,6 +34,7 @@ VERBS = {
     "logs": Verb("payload.agent.logs"),
     "files": Verb("payload.agent.artifacts"),
     "facts": Verb("payload.agent.facts"),
+    "locks": Verb("payload.agent.locks"),
     "prune": Verb("payload.agent.prune", outlives_caller=True),
 }
 

@@ -92,7 +92,7 @@ def requirement_lines(text: str) -> List[str]:
         stripped = re.sub(r"(^|\s)#.*", "", line).strip()
         if stripped.startswith("-"):
             raise PayloadError(
-                f"the requirements hold an option: {stripped!r}", "Only pins belong there.", "usage"
+                f"the requirements hold an option: {redact(stripped)!r}", "Only pins belong there.", "usage"
             )
         if stripped:
             lines.append(stripped)
@@ -102,10 +102,10 @@ def requirement_lines(text: str) -> List[str]:
 def venv_name(requirements: List[str], torch: TorchPin, python_version: str) -> str:
     """The venv's name: 16 hexadecimal digits of the SHA-256 over all that decides what is in it.
 
-    The credentials of an index do not: a new password is no new venv.
+    The credentials of an index or a requirement's URL do not: a new password is no new venv.
     """
     decided = {
-        "requirements": requirements,
+        "requirements": [redact(line) for line in requirements],
         "torch": torch.public(),
         "python": python_version,
         "platform": sysconfig.get_platform(),

@@ -85,14 +85,16 @@ def _build(
     try:
         events.progress(f"making venv {target.name} with {python}")
         uv.create_venv(python, building, events.progress)
+        # A requirement may be a URL with a password: for the builder's eyes, and only while uv reads it.
         requirements = building / "requirements.txt"
-        requirements.write_text("".join(f"{line}\n" for line in lines))
+        durable.write_file(requirements, "".join(f"{line}\n" for line in lines).encode(), mode=0o600)
         requirement, backend = f"torch=={torch.version}", torch.backend
         if torch.index_url is not None and uv.sources.wheelhouse is None and not uv.sources.offline:
             uv.install_torch_from_its_index(building, torch, events.progress)
             # From here on exactly this build counts as installed, and no other index can replace it.
             requirement, backend = f"torch=={_installed_torch(building)}", None
         uv.install(building, requirements, requirement, backend, events.progress)
+        requirements.unlink()
         record = _verify(building, torch, imports, events)
         durable.write_json(building / RECORD_FILE, record)
         durable.put_in_place(building, target)

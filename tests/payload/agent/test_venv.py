@@ -270,6 +270,24 @@ def test_the_password_of_a_page_of_links_is_in_no_argument_and_in_no_file(
     assert not [path for path in made if b"pa55" in path.read_bytes()]
 
 
+def test_the_password_of_a_requirement_s_url_is_in_no_argument_and_in_no_file(
+    container: FakeContainer, tmp_path: Path, private_links: str
+) -> None:
+    index = {"index_url": make_index(tmp_path / "empty", []), "find_links": [private_links]}
+    line = f"needy @ {private_links}needy-1.0-py3-none-any.whl\n"
+    asked = request(None, uv=str(recording_uv(tmp_path)), requirements=line, index=index)
+    reply = container.ask("venv", **asked)
+    assert reply.result is not None, reply
+    assert reply.result["packages"]["needy"] == "1.0"
+    assert "pa55" not in (tmp_path / "argv").read_text()
+    assert "pa55" not in json.dumps(reply.events)
+    made = [path for path in container.root.rglob("*") if path.is_file()]
+    assert not [path for path in made if b"pa55" in path.read_bytes()]
+    changed = container.ask("venv", **{**asked, "requirements": line.replace("pa55", "other"), "check": True})
+    assert changed.result is not None
+    assert changed.result["venv"] == reply.result["venv"], "a new password is no new venv"
+
+
 def test_folders_of_wheels_may_have_any_name(container: FakeContainer, tmp_path: Path) -> None:
     first, second = tmp_path / "a, b%2C c", tmp_path / "d,é"
     make_torch(first)

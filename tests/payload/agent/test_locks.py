@@ -1,0 +1,89 @@
+"""Who changes a container is shown, with since when; a holder that hangs can be ended, and then holds nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.payload.agent.container import FakeContainer, is_running, until
+
+HOLDS = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from payload.agent.layout import Layout
+from payload.agent.locks import hold
+with hold(Layout.at(sys.argv[2]), "venv", "venv", "ann@desk"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(container: FakeContainer) -> subprocess.Popen[str]:
+    """A process that holds the lock `venv` and hangs."""
+    release = str(container.root / "releases" / container.release)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", HOLDS, release, str(container.root)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_lock_that_is_held_is_shown_with_its_holder_and_age(
+    container: FakeContainer, holder: subprocess.Popen[str]
+) -> None:
+    time.sleep(0.2)
+    [lock] = container.result("locks")["locks"]
+    assert (lock["name"], lock["verb"], lock["holder"], lock["pid"]) == (
+        "venv",
+        "venv",
+        "ann@desk",
+        holder.pid,
+    )
+    assert 0.2 <= lock["age_s"] < 30
+    holder.kill()
+    holder.wait()
+    assert container.result("locks")["locks"] == []
+
+
+def test_who_finds_a_lock_held_is_told_by_whom_and_how_to_break_it(
+    container: FakeContainer, holder: subprocess.Popen[str]
+) -> None:
+    busy = container.error("prune")
+    assert busy["kind"] == "busy"
+    assert "held by ann@desk for" in busy["message"]
+    assert "make locks BREAK=venv" in busy["hint"]
+    holder.kill()
+    holder.wait()
+
+
+def test_breaking_a_lock_ends_its_holder_and_frees_it(
+    container: FakeContainer, holder: subprocess.Popen[str]
+) -> None:
+    assert container.result("locks", **{"break": "venv"}) == {"locks": [], "broken": "venv"}
+    holder.wait(10)
+    assert "removed" in container.result("prune")
+
+
+def test_a_lock_that_nobody_holds_cannot_be_broken(container: FakeContainer) -> None:
+    assert container.error("locks", **{"break": "venv"})["kind"] == "usage"
+
+
+def test_a_process_that_got_the_pid_of_a_dead_holder_is_not_ended(
+    container: FakeContainer, tmp_path: Path
+) -> None:
+    innocent = subprocess.Popen(["sleep", "600"])
+    entry = {"pid": innocent.pid, "start_time": 1, "boot_id": "", "verb": "venv", "holder": "", "since": 0}
+    (container.root / "locks").mkdir(exist_ok=True)
+    (container.root / "locks/venv.lock").write_text(json.dumps(entry))
+    assert container.error("locks", **{"break": "venv"})["kind"] == "usage"
+    for _ in until(0.3):
+        assert is_running(innocent.pid)
+    innocent.kill()
+    innocent.wait()
