@@ -30,6 +30,7 @@ COMMANDS = {
     "estimate": "orchestrator.cli_estimate",
     "doctor": "orchestrator.cli_fleet",
     "probe": "orchestrator.cli_build",
+    "script": "orchestrator.cli_script",
     "cache": "orchestrator.cli_cache",
     "prune": "orchestrator.cli_build",
     "locks": "orchestrator.cli_build",

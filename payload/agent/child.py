@@ -49,7 +49,7 @@ def run_child(
     included; should the agent be killed, the kernel kills the program. Raises PayloadError when it cannot be run.
     """
     become_subreaper()
-    command = [sys.executable, "-I", "-B", str(_LEASH), str(os.getpid()), *argv]
+    command = [sys.executable, "-I", "-S", "-B", str(_LEASH), str(os.getpid()), *argv]
     outcome = Outcome()
     process = subprocess.Popen(
         command,

@@ -35,6 +35,7 @@ VERBS = {
     "files": Verb("payload.agent.artifacts"),
     "facts": Verb("payload.agent.facts"),
     "locks": Verb("payload.agent.locks"),
+    "script": Verb("payload.agent.script"),
     "prune": Verb("payload.agent.prune", outlives_caller=True),
 }
 

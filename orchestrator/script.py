@@ -1,0 +1,53 @@
+"""Script: a file of the desk, run in the container as the program that it is. One command on the host."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.agent import Agent
+from orchestrator.errors import UsageError
+
+MOST_BYTES = 4 * 1024 * 1024
+
+
+def run_script(
+    agent: Agent,
+    file: Path,
+    arguments: Sequence[str],
+    write: Callable[[str, bytes], None],
+    *,
+    in_venv: bool = False,
+    timeout_s: float | None = None,
+) -> int:
+    """Run ``file`` with ``arguments`` in the container and return its exit status.
+
+    ``write`` takes (``stdout`` or ``stderr``, bytes) as they come. ``in_venv``: with the venv in use on PATH.
+    Raises :class:`UsageError` for a file that cannot be read or has no ``#!`` line, and
+    :class:`orchestrator.errors.OrchestratorError`.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}.") from None
+    if len(content) > MOST_BYTES:
+        raise UsageError(
+            f"{file} has more than {MOST_BYTES >> 20} MiB.", "A script is meant; send data another way."
+        )
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "output":
+            write(str(event["stream"]), base64.b64decode(event["data"]))
+
+    request = {
+        "name": file.name,
+        "content": base64.b64encode(content).decode("ascii"),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "args": list(arguments),
+        "venv": in_venv,
+        "timeout_s": timeout_s,
+    }
+    return int(agent.call("script", request, on_event=on_event)["exit_status"])
