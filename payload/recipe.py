@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from payload.drafter.config import LAYER_TYPES
 from payload.errors import PayloadError
 from payload.recipe_yaml import Located, bind, locate, read_yaml
 
@@ -39,7 +40,8 @@ class DrafterSpec:
     block_size: int = 16
     target_layer_ids: tuple[int, ...] | None = None
     mask_token_id: int | None = None
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    layer_types: tuple[str, ...] | None = None
+    """One for each layer, of ``payload.drafter.config.LAYER_TYPES``."""
     sliding_window: int | None = None
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
@@ -256,8 +258,10 @@ def _checked(recipe: Recipe, located: Located) -> Recipe:
         and len(recipe.drafter.layer_types) != recipe.drafter.num_layers
     ):
         refuse("drafter", "layer_types", f"must name {recipe.drafter.num_layers} layers, one for each")
-    sliding = "sliding_attention" in (recipe.drafter.layer_types or ())
-    if sliding and not recipe.drafter.sliding_window:
+    kinds = recipe.drafter.layer_types or ()
+    if unknown := sorted(set(kinds) - LAYER_TYPES.keys()):
+        refuse("drafter", "layer_types", f"knows no {unknown[0]}: each is {' or '.join(LAYER_TYPES)}")
+    if any(LAYER_TYPES[kind].windowed for kind in kinds) and not recipe.drafter.sliding_window:
         refuse("drafter", "sliding_window", "is needed by the sliding layers")
     if not recipe.data.train:
         refuse("data", "train", "names no rows")

@@ -13,6 +13,25 @@ SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
+class LayerType:
+    """Who sees whom in a layer of this type, within what every layer may see at all (`payload.drafter.masks`).
+
+    ``causal``: slots of a block see only themselves and earlier slots. ``windowed``: a query reaches back
+    ``sliding_window`` tokens, its own counted.
+    """
+
+    causal: bool
+    windowed: bool
+
+
+LAYER_TYPES: dict[str, LayerType] = {
+    FULL: LayerType(causal=False, windowed=False),
+    SLIDING: LayerType(causal=True, windowed=True),
+}
+"""Every layer type. Masks, decoding, the recipe's check and the exported flags follow this table."""
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """Everything that fixes the drafter's shapes and attention rule.
 
@@ -137,16 +156,16 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 def block_is_causal(layer_type: str, config: DrafterConfig) -> bool:
     """Whether slots of a block see only themselves and earlier slots in a layer of this type.
 
-    The one place of this rule: the mask, the decoder and the exported flags follow it. Full attention is
-    bidirectional and sliding attention causal, unless ``config.causal`` says otherwise for all layers (vLLM
+    The mask, the decoder and the exported flags follow it. Full attention is bidirectional and sliding
+    attention causal, unless ``config.causal`` says otherwise for all layers (vLLM
     ``_resolve_layer_attention``, z-lab ``Qwen3DFlashAttention``).
     """
-    return layer_type == SLIDING if config.causal is None else config.causal
+    return LAYER_TYPES[layer_type].causal if config.causal is None else config.causal
 
 
 def layer_window(layer_type: str, config: DrafterConfig) -> int | None:
     """Tokens that a query of this layer type reaches back, its own counted; ``None`` is without limit."""
-    return config.sliding_window if layer_type == SLIDING else None
+    return config.sliding_window if LAYER_TYPES[layer_type].windowed else None
 
 
 def _check(config: DrafterConfig) -> None:
@@ -190,12 +209,13 @@ def _check_layers(config: DrafterConfig, usage: Any) -> None:
         raise usage(f"target_layer_ids {list(ids)} must ascend, each once")
     if len(config.layer_types) != config.num_layers:
         raise usage(f"layer_types has {len(config.layer_types)} entries for {config.num_layers} layers")
-    unknown = sorted(set(config.layer_types) - {FULL, SLIDING})
+    unknown = sorted(set(config.layer_types) - LAYER_TYPES.keys())
     if unknown:
-        raise usage(f"layer_types knows no {', '.join(unknown)}", f"each is {FULL} or {SLIDING}")
+        raise usage(f"layer_types knows no {', '.join(unknown)}", f"each is {' or '.join(LAYER_TYPES)}")
     window = config.sliding_window
-    if SLIDING in config.layer_types and (not isinstance(window, int) or window < 1):
-        raise usage(f"a {SLIDING} layer needs sliding_window >= 1, not {window!r}")
+    windowed = [kind for kind in config.layer_types if LAYER_TYPES[kind].windowed]
+    if windowed and (not isinstance(window, int) or window < 1):
+        raise usage(f"a {windowed[0]} layer needs sliding_window >= 1, not {window!r}")
 
 
 def _check_mask_token(config: DrafterConfig, usage: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from payload.drafter.config import FULL, SLIDING, DrafterConfig, optional_int, token_ids
+from payload.drafter.config import FULL, LAYER_TYPES, SLIDING, DrafterConfig, optional_int, token_ids
 from payload.errors import PayloadError
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -32,7 +32,7 @@ _UNSUPPORTED_DFLASH_KEYS: dict[str, Any] = {
 
 def config_to_json(config: DrafterConfig) -> dict[str, Any]:
     """z-lab's ``config.json``, with each key in every place where a known reader looks for it."""
-    sliding = SLIDING in config.layer_types
+    sliding = any(LAYER_TYPES[kind].windowed for kind in config.layer_types)
     dflash: dict[str, Any] = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
@@ -159,7 +159,7 @@ class _Reader:
             # The flag alone, without layer types, means sliding layers that are not causal (vLLM's table).
             layer_types = (SLIDING,) * layers
             causal = False if causal is None else causal
-        if SLIDING not in layer_types:
+        if not any(LAYER_TYPES[kind].windowed for kind in layer_types if kind in LAYER_TYPES):
             return layer_types, None, causal
         window = self._agreed(
             "sliding_window", self.dflash.get("swa_window_size"), self.content.get("sliding_window")
