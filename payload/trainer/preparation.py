@@ -55,7 +55,7 @@ def prepare_run(
     tokenizer = load_tokenizer(spec)
     config = drafter_config_for(recipe, target.config, tokenizer.mask_token_id)
     packed = run_dir / "data" / "packed.safetensors"
-    rows = _training_rows(recipe, spec, root, target, tokenizer, stop)
+    rows = until_stopped(_training_rows(recipe, spec, root, target, tokenizer, stop), stop)
     facts = prepare(rows, tokenizer, recipe.data.max_length, recipe.data.min_loss_tokens, packed)
     for line in facts.describe():
         say(line)
@@ -75,6 +75,14 @@ def prepare_run(
         features=features,
     )
     return prepared, target
+
+
+def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
+    """The rows. Raises ``PayloadError`` in between once the job is told to stop: encoding all of them can take long."""
+    for row in rows:
+        if stop.received:
+            raise PayloadError("Told to stop while the data were being prepared.")
+        yield row
 
 
 def _training_rows(

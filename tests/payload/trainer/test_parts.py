@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from payload.data.batch import Batch, positions_of
+from payload.data.rows import Row
 from payload.drafter.config import DrafterConfig
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
@@ -26,8 +28,9 @@ from payload.trainer.checkpoint import (
 )
 from payload.trainer.metrics import Totals, drafter_step_flops
 from payload.trainer.optimizer import MasterAdamW
+from payload.trainer.preparation import until_stopped
 from payload.trainer.program import DEMO_MASK_TOKEN, DrafterProgram, build_step, drafter_config_for
-from payload.trainer.ranks import Pace
+from payload.trainer.ranks import Pace, StopSignal
 from payload.trainer.reporting import judge
 from payload.trainer.roles import Roles, roles_of
 from payload.trainer.schedule import learning_rate
@@ -115,6 +118,20 @@ def test_a_stop_takes_effect_where_every_target_can_know_it() -> None:
     assert lead.last_step == 9
     assert produced == list(range(1, 10))
     assert not target.await_turn(10)
+
+
+def test_a_stop_is_noticed_between_the_rows_of_the_training_set() -> None:
+    stop = StopSignal(dist.HashStore())
+    rows = until_stopped((Row({}, f"row {number}") for number in range(9)), stop)
+    assert next(rows).where == "row 0"
+    handler = signal.getsignal(signal.SIGTERM)
+    stop.install()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    with pytest.raises(PayloadError, match="Told to stop"):
+        next(rows)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
