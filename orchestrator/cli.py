@@ -5,8 +5,11 @@ A command's module is imported when it is asked for, so that a short command sta
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,16 @@ COMMANDS = {
 """Each command's module, which holds it as a function of that name, or as ``<name>_app`` with commands of its own."""
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What an import makes stays: to look for garbage among it would take a tenth of a short command's time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class _LazyGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -47,7 +60,8 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(COMMANDS[cmd_name])
+        with _no_collection():
+            module = import_module(COMMANDS[cmd_name])
         group = getattr(module, f"{cmd_name}_app", None)
         if group is None:
             group = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -13,7 +13,6 @@ from orchestrator.agent import Agent
 from orchestrator.connection import Connection
 from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
-from orchestrator.deploy import deploy
 from orchestrator.inventory import load_inventory, resolve
 
 DEFAULT_NODE = Path(".dflash/node")
@@ -86,6 +85,8 @@ def open_step(
 
 def deployed_release(container: Container, console: Console) -> str:
     """The desk's own release, deployed when it is missing."""
+    from orchestrator.deploy import deploy  # what only looks needs none of it
+
     with console.step("deploy") as report:
         deployed = deploy(container, report)
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")

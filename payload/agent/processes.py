@@ -61,7 +61,7 @@ def is_alive(process: ProcessId) -> bool:
 def send_signal(process: ProcessId, number: int) -> bool:
     """Signal exactly this process; False when it is gone. Another process with its pid gets nothing."""
     try:
-        handle = _open_handle(process.pid)
+        handle = open_handle(process.pid)
     except ProcessLookupError:
         return False
     try:
@@ -80,7 +80,7 @@ def send_signal(process: ProcessId, number: int) -> bool:
             os.close(handle)
 
 
-def _open_handle(pid: int) -> Optional[int]:
+def open_handle(pid: int) -> Optional[int]:
     """A pidfd, or None where the kernel or this Python has none."""
     if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
         return None
