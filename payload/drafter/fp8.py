@@ -37,7 +37,7 @@ def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
     """``x`` with its greatest magnitude scaled to the greatest of ``dtype``."""
     limit = torch.finfo(dtype).max
     greatest = x.detach().abs().amax().float().clamp(min=1e-30)
-    return Scaled((x.float() * (limit / greatest)).clamp(-limit, limit).to(dtype), greatest / limit)
+    return Scaled((x.float() * (limit / greatest)).to(dtype), greatest / limit)
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, precise: bool) -> Tensor:
