@@ -48,6 +48,12 @@ def evaluate(
     max_new_tokens: Annotated[
         int | None, typer.Option("--max-new-tokens", min=1, help="An answer's length; else the recipe's.")
     ] = None,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            "--at-once", min=1, help="Prompts decoded together; 1: the speed of serving one person."
+        ),
+    ] = None,
     beside: Annotated[bool, typer.Option("--beside", help="Even while a job holds the GPUs.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,6 +78,7 @@ def evaluate(
             prompts=prompts,
             temperature=temperature,
             max_new_tokens=max_new_tokens,
+            at_once=at_once,
         )
         found = evaluate_drafter(agent, question, report, beside=beside)
         report.outcome = f"accepted length {found['accepted_length']:.2f} on {found['prompts']} prompts"

@@ -33,6 +33,8 @@ class Question:
     """A JSONL file instead of the recipe's held-out rows."""
     temperature: float = 0.0
     max_new_tokens: int | None = None
+    at_once: int | None = None
+    """Prompts decoded together; 1 tells the speed of serving one person. None: the payload's choice."""
 
 
 def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bool = False) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bo
         "temperature": question.temperature,
         **({"recipe": question.recipe.to_dict()} if question.recipe is not None else {}),
         **({"prompts": question.prompts} if question.prompts is not None else {}),
+        **({"at_once": question.at_once} if question.at_once is not None else {}),
         **({"max_new_tokens": question.max_new_tokens} if question.max_new_tokens is not None else {}),
     }
     report.update("starting")

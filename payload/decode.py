@@ -1,4 +1,4 @@
-"""Lossless speculative decoding with a DFlash drafter, and how much it gains.
+"""Lossless speculative decoding with a DFlash drafter.
 
 One round: the drafter fills a block after the newest token (the anchor) in a single pass; the target reads
 anchor and drafts in a single pass and keeps the longest prefix of drafts that it would have said itself,
@@ -10,10 +10,8 @@ block's slots are drawn independently, so q is one distribution for each slot).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +19,6 @@ from torch import Tensor
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
 from payload.target import Target
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,27 +32,14 @@ class Decoded:
     accepted_drafts: list[int]
     verified_drafts: list[int]
 
-
-@dataclass(frozen=True)
-class Acceptance:
-    """What `evaluate` measured over all prompts.
-
-    ``mean_accepted_length``: tokens gained a target forward. ``by_position[k - 1]``: of the forwards that
-    could accept slot k, the share that accepted slots 1 .. k. ``speedup``: tokens a second by wall clock,
-    prompts included, over those of plain decoding in the same run; ``identical``: prompts whose text equals
-    plain decoding's token for token, expected of all when greedy in exact arithmetic. Both ``None`` if plain
-    decoding was not run, ``identical`` also when sampling.
-    """
-
-    mean_accepted_length: float
-    by_position: tuple[float, ...]
-    prompts: int
-    tokens: int
-    target_forwards: int
-    seconds: float
-    plain_seconds: float | None
-    speedup: float | None
-    identical: int | None
+    def gain(self, gained: Sequence[int], size: int, eos_token_ids: Collection[int]) -> None:
+        """Take in the tokens of one forward over an anchor and ``size - 1`` drafts, up to an end of text."""
+        new = _until_end(gained, eos_token_ids)
+        ended_early = len(new) < len(gained) or new[-1] in eos_token_ids
+        self.tokens.extend(new)
+        self.accepted_lengths.append(len(new))
+        self.accepted_drafts.append(min(len(gained) - 1, len(new)))
+        self.verified_drafts.append(min(size - 1, len(new)) if ended_early else size - 1)
 
 
 @torch.no_grad()
@@ -70,7 +53,7 @@ def plain_decode(
     generator: torch.Generator | None = None,
 ) -> list[int]:
     """The target alone, one token a forward: at most ``max_new_tokens``, ending with an end-of-text token."""
-    _check_request(prompt_ids, max_new_tokens, temperature)
+    check_request(prompt_ids, max_new_tokens, temperature)
     cache = target.new_cache()
     ids = torch.tensor([list(prompt_ids)], device=target.device)
     tokens: list[int] = []
@@ -99,7 +82,7 @@ def speculative_decode(
     ``temperature`` 0 is greedy. ``generator`` lives on the target's device. Stops after a token of
     ``eos_token_ids``. Raises PayloadError (kind "usage") for an empty prompt or impossible numbers.
     """
-    _check_request(prompt_ids, max_new_tokens, temperature)
+    check_request(prompt_ids, max_new_tokens, temperature)
     config = drafter.config
     layer_ids, device = config.target_layer_ids, target.device
     mask_embedding = target.embedding_weight[config.mask_token_id]
@@ -130,14 +113,7 @@ def speculative_decode(
         else:
             gained = accept_greedy(drafts, read.logits[0])
         kept = len(gained)
-
-        new = _until_end(gained.tolist(), eos_token_ids)
-        accepted = min(kept - 1, len(new))
-        ended_early = len(new) < kept or new[-1] in eos_token_ids
-        result.tokens.extend(new)
-        result.accepted_lengths.append(len(new))
-        result.accepted_drafts.append(accepted)
-        result.verified_drafts.append(min(size - 1, len(new)) if ended_early else size - 1)
+        result.gain(gained.tolist(), size, eos_token_ids)
 
         if size > kept:
             cache.crop(kept - size)
@@ -173,74 +149,6 @@ def accept_sampled(drafts: Tensor, p: Tensor, q: Tensor, generator: torch.Genera
     return torch.cat([drafts[:accepted], own])
 
 
-def evaluate(
-    target: Target,
-    drafter: DFlashDrafter,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    *,
-    eos_token_ids: Collection[int] = (),
-    generator: torch.Generator | None = None,
-    compare_plain: bool = True,
-) -> Acceptance:
-    """Decodes every prompt (token ids) and reports acceptance, and speed and text against plain decoding.
-
-    Raises PayloadError (kind "usage") without prompts.
-    """
-    if not prompts:
-        raise PayloadError("there are no prompts to evaluate on", "give held-out rows", kind="usage")
-
-    def speculative(prompt: Sequence[int]) -> Decoded:
-        return speculative_decode(
-            target,
-            drafter,
-            prompt,
-            max_new_tokens,
-            temperature,
-            eos_token_ids=eos_token_ids,
-            generator=generator,
-        )
-
-    def plain(prompt: Sequence[int]) -> list[int]:
-        return plain_decode(
-            target, prompt, max_new_tokens, temperature, eos_token_ids=eos_token_ids, generator=generator
-        )
-
-    speculative(prompts[0])  # kernels are loaded and chosen outside the measured time
-    decoded, seconds = _timed(lambda: [speculative(prompt) for prompt in prompts], target.device)
-    tokens = sum(len(d.tokens) for d in decoded)
-    plain_seconds = speedup = identical = None
-    if compare_plain:
-        plain(prompts[0])
-        texts, plain_seconds = _timed(lambda: [plain(prompt) for prompt in prompts], target.device)
-        speedup = (tokens / seconds) / (sum(map(len, texts)) / plain_seconds)
-        if temperature == 0:
-            identical = sum(d.tokens == text for d, text in zip(decoded, texts, strict=True))
-    lengths = [length for d in decoded for length in d.accepted_lengths]
-    return Acceptance(
-        mean_accepted_length=sum(lengths) / len(lengths) if lengths else 0.0,
-        by_position=_by_position(decoded, drafter.config.block_size),
-        prompts=len(prompts),
-        tokens=tokens,
-        target_forwards=len(lengths),
-        seconds=seconds,
-        plain_seconds=plain_seconds,
-        speedup=speedup,
-        identical=identical,
-    )
-
-
-def _by_position(decoded: Sequence[Decoded], block_size: int) -> tuple[float, ...]:
-    accepted = [n for d in decoded for n in d.accepted_drafts]
-    verified = [n for d in decoded for n in d.verified_drafts]
-    shares = []
-    for slot in range(1, block_size):
-        could = sum(n >= slot for n in verified)
-        shares.append(sum(n >= slot for n in accepted) / could if could else 0.0)
-    return tuple(shares)
-
-
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """One token for each row of ``logits[T, V]``, int64 [T]."""
     if temperature == 0:
@@ -255,23 +163,15 @@ def _probabilities(logits: Tensor, temperature: float) -> Tensor:
     return (wide / temperature).softmax(-1)
 
 
-def _until_end(tokens: list[int], eos_token_ids: Collection[int]) -> list[int]:
+def _until_end(tokens: Sequence[int], eos_token_ids: Collection[int]) -> Sequence[int]:
     for index, token in enumerate(tokens):
         if token in eos_token_ids:
             return tokens[: index + 1]
     return tokens
 
 
-def _timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """The result and the wall-clock seconds until the device has finished it."""
-    start = time.perf_counter()
-    result = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return result, time.perf_counter() - start
-
-
-def _check_request(prompt_ids: Sequence[int], max_new_tokens: int, temperature: float) -> None:
+def check_request(prompt_ids: Sequence[int], max_new_tokens: int, temperature: float) -> None:
+    """Raises PayloadError (kind "usage") for an empty prompt or impossible numbers."""
     if not len(prompt_ids):
         raise PayloadError("a prompt is empty", "give at least one token", kind="usage")
     if max_new_tokens < 1:

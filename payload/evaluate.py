@@ -8,6 +8,7 @@
 - ``overrides``: values of the recipe to change, as ``{"data.eval_rows": 8}``;
 - ``prompts``: a JSONL file instead of the recipe's held-out rows;
 - ``max_new_tokens``, ``temperature``, ``seed``: by default the recipe's length, 0 (greedy) and 0;
+- ``at_once``: how many prompts are decoded together when greedy; 1 tells the speed of serving one person;
 - ``device``: ``cuda`` or ``cpu``; missing takes the GPU when there is one.
 
 The result: ``{"accepted_length", "accepted_by_position", "prompts", "tokens", "target_forwards", "seconds",
@@ -34,7 +35,7 @@ from payload.errors import PayloadError
 from payload.recipe import Recipe, recipe_from_dict
 from payload.target import Target
 from payload.trainer.checkpoint import best_checkpoint, checkpoint_folders
-from payload.trainer.heldout import Sampling, held_out_prompts, measure
+from payload.trainer.heldout import PROMPTS_AT_ONCE, Sampling, held_out_prompts, measure
 
 
 def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
         compare_plain=True,
         on_progress=lambda done, total: events.progress("decoding the prompts", done, total),
         sampling=Sampling(temperature, generator),
+        at_once=request.get("at_once", int) or PROMPTS_AT_ONCE,
     )
     measured = dict(vars(result))
     return {

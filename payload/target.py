@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from payload.errors import PayloadError
 from payload.places import place, place_or_hub_name
 from payload.recipe import TargetSpec
+from payload.row_cache import RowCache
 from payload.target_attention import ATTENTION, DocumentMask, mask_for, register
 
 SUPPORTED_FAMILIES = {
@@ -191,6 +192,43 @@ class Target:
             torch.cat([captured[index] for index in layer_ids], dim=-1) if layer_ids else hidden[..., :0]
         )
         return CachedStep(logits, features)
+
+    @torch.no_grad()
+    def step_rows(
+        self,
+        input_ids: Tensor,
+        cache: RowCache,
+        layer_ids: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> CachedStep:
+        """`step` for rows of different lengths: ``input_ids[B, T]`` follow what each row of ``cache`` holds.
+
+        The rows are as long as before until ``cache.advance``. With ``logits_at[B]``, the logits [B, 1, V] of that
+        token of each row alone.
+        """
+        base = self.model.model
+        count = input_ids.shape[1]
+        windows = [self._window(index) for index in range(len(base.layers))]
+        masks = {window: cache.visible(count, window) for window in set(windows)}
+        hidden = base.embed_tokens(input_ids)
+        rotary = base.rotary_emb(hidden, cache.positions(count))
+        outputs: dict[int, Tensor] = {}
+        for index, (layer, window) in enumerate(zip(base.layers, windows, strict=True)):
+            hidden = layer(
+                hidden,
+                attention_mask=masks[window],
+                position_embeddings=rotary,
+                **{self._takes_cache_as: cache},
+            )
+            if index in layer_ids:
+                outputs[index] = hidden
+        normed = base.norm(hidden)
+        if logits_at is not None:
+            normed = normed.gather(1, logits_at[:, None, None].expand(-1, -1, normed.shape[-1]))
+        features = (
+            torch.cat([outputs[index] for index in layer_ids], dim=-1) if layer_ids else hidden[..., :0]
+        )
+        return CachedStep(self.model.lm_head(normed), features)
 
     @contextmanager
     def _captured(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from payload.decode import Acceptance
+from payload.acceptance import Acceptance
 from payload.drafter.checkpoint import tensor_shapes
 from payload.trainer.program import DrafterProgram
 from payload.trainer.run import Run

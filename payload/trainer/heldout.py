@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from payload.acceptance import Acceptance, evaluate
 from payload.data.rows import read_rows
 from payload.data.tokens import end_token_ids, render_prompt
-from payload.decode import Acceptance, evaluate
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
 from payload.recipe import Recipe
 from payload.target import Target
 
-# A speculative decode is warmed up at each call of ``evaluate``; between calls a stop is looked for and progress told.
-_PROMPTS_AT_ONCE = 8
+PROMPTS_AT_ONCE = 16
+"""How many prompts are decoded together, and between which a stop is looked for and progress told."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,24 @@ def measure(
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     sampling: Sampling = GREEDY,
+    at_once: int = PROMPTS_AT_ONCE,
 ) -> Acceptance | None:
     """Decode the prompts, each member of ``group`` its share, and give every member the same summary.
 
     ``drafter`` has the target's device and type. Once ``should_stop`` says so on any member, no further prompts are
     begun there and the result is None: the prompts that were decoded are not a fair sample. ``on_progress`` gets this
-    member's prompts done, and all of its share. A collective of ``group`` (the targets).
+    member's prompts done, and all of its share. ``at_once`` prompts, at most ``PROMPTS_AT_ONCE``, are decoded
+    together. A collective of ``group`` (the targets).
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    share = held_out.prompts[rank::size]
+    # In order of their lengths, so that every member has its share of the long ones.
+    share = sorted(held_out.prompts, key=len)[rank::size]
     parts: list[Acceptance] = []
-    for start in range(0, len(share), _PROMPTS_AT_ONCE):
+    for start in range(0, len(share), PROMPTS_AT_ONCE):
         if should_stop():
             break
         on_progress(start, len(share))
-        some = share[start : start + _PROMPTS_AT_ONCE]
+        some = share[start : start + PROMPTS_AT_ONCE]
         parts.append(
             evaluate(
                 target,
@@ -88,6 +91,7 @@ def measure(
                 eos_token_ids=held_out.eos_token_ids,
                 generator=sampling.generator,
                 compare_plain=compare_plain,
+                at_once=at_once,
             )
         )
     if group is not None:

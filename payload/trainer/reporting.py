@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from payload.acceptance import Acceptance
 from payload.compile.counts import CompileCounts
 from payload.compile.first_step import FirstStepReport, alarm_line
-from payload.decode import Acceptance
 from payload.errors import PayloadError
 from payload.recipe import Recipe
 from payload.trainer.checkpoint import Progress

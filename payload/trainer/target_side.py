@@ -6,9 +6,9 @@ import time
 
 import torch
 
+from payload.acceptance import Acceptance
 from payload.data.feature_cache import FeatureCache
 from payload.data.prepared import PackedRows
-from payload.decode import Acceptance
 from payload.drafter.model import DFlashDrafter
 from payload.trainer.evaluation import evaluate_everywhere
 from payload.trainer.heldout import HeldOut, measure

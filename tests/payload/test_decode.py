@@ -6,15 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from payload.acceptance import Acceptance, evaluate
 from payload.data.batch import Batch
-from payload.decode import (
-    Acceptance,
-    accept_greedy,
-    accept_sampled,
-    evaluate,
-    plain_decode,
-    speculative_decode,
-)
+from payload.decode import accept_greedy, accept_sampled, plain_decode, speculative_decode
 from payload.drafter.anchors import sample_anchors
 from payload.drafter.config import FULL, SLIDING, DrafterConfig
 from payload.drafter.loss import LossConfig, simulated_accepted_length
@@ -235,11 +229,12 @@ def test_sampling_repeats_with_its_seed():
     assert text(3) != text(4)
 
 
-def test_an_evaluation_adds_up():
+@pytest.mark.parametrize("at_once", [1, 2, 16])
+def test_an_evaluation_adds_up_however_many_prompts_are_decoded_at_once(at_once):
     target = tiny_target(vocab_size=8)
     drafter = _drafter(target)
-    prompts = [[1], [2, 3], [4, 5, 6]]
-    result = evaluate(target, drafter, prompts, 25)
+    prompts = [[4, 5, 6], [1], [2, 3]]
+    result = evaluate(target, drafter, prompts, 25, at_once=at_once)
     decoded = [speculative_decode(target, drafter, prompt, 25) for prompt in prompts]
     lengths = [length for d in decoded for length in d.accepted_lengths]
     assert isinstance(result, Acceptance)

@@ -47,18 +47,18 @@ def test_a_run_is_evaluated_with_its_own_recipe_and_what_is_changed_of_it(
     finished: tuple[Path, dict[str, Any]],
 ) -> None:
     root, _ = finished
-    overrides = {"data.eval_rows": 9, "train.eval_max_new_tokens": 4}
+    overrides = {"data.eval_rows": 20, "train.eval_max_new_tokens": 4}
     status, final, events = ask(root, drafter="runs/a", device="cpu", overrides=overrides)
     assert status == 0, final
     assert final["result"]["drafter"].endswith("step-000006/drafter")
-    assert (final["result"]["prompts"], final["result"]["tokens"]) == (9, 36)
-    assert [(event["done"], event["total"]) for event in events if "done" in event] == [(0, 9), (8, 9)]
+    assert (final["result"]["prompts"], final["result"]["tokens"]) == (20, 80)
+    assert [(event["done"], event["total"]) for event in events if "done" in event] == [(0, 20), (16, 20)]
 
 
 def test_a_run_is_evaluated_by_its_newest_whole_checkpoint(finished: tuple[Path, dict[str, Any]]) -> None:
     root, made = finished
     (root / "runs" / "a" / "checkpoints" / "step-000006" / "state.json").write_text("{}")
-    status, final, events = ask(root, recipe=made["recipe"], drafter="runs/a", device="cpu")
+    status, final, events = ask(root, recipe=made["recipe"], drafter="runs/a", device="cpu", at_once=1)
     assert status == 0, final
     result = final["result"]
     assert result["drafter"].endswith("step-000003/drafter")
