@@ -30,9 +30,9 @@ LINE_LIMIT_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 60.0
 """Every verb that takes long sends progress or an ``alive`` event well within this."""
 
-ISOLATED = ("-I", "-S")
+ISOLATED = ("-I", "-S", "-B")
 """The agent needs the standard library alone: no environment, and no site-packages, which may cost tens of
-milliseconds to look at. Its bytecode is kept beside it, and is no part of the content that names a release."""
+milliseconds to look at. Its bytecode lies beside it since it was put in place; on a full disk, writing it breaks it."""
 
 REPEATABLE_VERBS = frozenset({"hello", "status", "facts", "files", "stop"})
 """Those that only ask, or do the same thing however often."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,10 +207,18 @@ class Container:
         reply = status.stdout.decode("utf-8", errors="replace").strip()
         complaint = status.stderr_text()
         if "status: running" in reply:
-            detail = _last_line(done.stderr_text()) or f"exit status {done.exit_status}"
-            if "No space left on device" in done.stderr_text():
+            detail = _cause(done.stderr_text()) or f"exit status {done.exit_status}"
+            # The second is how tar says it when a write was cut short.
+            if re.search(r"No space left on device|: Wrote only \d+ of \d+ bytes", done.stderr_text()):
                 return RemoteError(
                     f"{self}: {what}: no space left on its disk.", "Free some (make prune), or grow it."
+                )
+            if "Permission denied" in done.stderr_text():
+                root = self.settings.root
+                return RemoteError(
+                    f"{self}: {what}: {detail}.",
+                    f"Does {root} belong to the container's root? In an unprivileged container, what the host made "
+                    f"belongs to nobody: on the host, chown -R 100000:100000 it (or remove it, and deploy makes it).",
                 )
             return RemoteError(f"{self}: {what}: {detail}.")
         if "status: " in reply:
@@ -289,6 +298,12 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(1024 * 1024):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _cause(text: str) -> str:
+    """The line of a command's complaints that says why: tar tells it first, and ends by saying that it failed."""
+    of_tar = [line.strip() for line in text.splitlines() if line.startswith("tar: ")]
+    return of_tar[0].rstrip(".") if of_tar else _last_line(text)
 
 
 def _last_line(text: str) -> str:

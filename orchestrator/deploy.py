@@ -88,9 +88,20 @@ def _deploy(container: Container, report: StepReport, payload: Payload) -> Deplo
         on_progress=lambda done, total: report.update("uploading", done, total),
     )
     size = len(archive.content)
-    Agent(container, path).call(
-        "receive",
-        {"release": archive.release, "sha256": archive.sha256, "size": size},
-        on_event=report.on_event,
-    )
+    try:
+        Agent(container, path).call(
+            "receive",
+            {"release": archive.release, "sha256": archive.sha256, "size": size},
+            on_event=report.on_event,
+        )
+    except NoAnswer as error:
+        # An archive that is cut off is no program that could say so.
+        if container.sha256(path) == archive.sha256:
+            raise
+        container.run(["rm", "-f", path])
+        raise RemoteError(
+            f"{container}: release {archive.release} did not arrive whole: {size} bytes were sent.",
+            "What came was removed, and the release in use stays so. Deploy again; if it happens again, look at the "
+            "container's disk.",
+        ) from error
     return Deployed(archive.release, already_there=False, size_bytes=size)

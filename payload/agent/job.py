@@ -29,6 +29,9 @@ _SYSTEMD_RUN_TIMEOUT_S = 30.0
 # What the supervisor gets beyond the grace time before `stop` does its work for it.
 _SUPERVISOR_MARGIN_S = 15.0
 _GPU_RELEASE_S = 10.0
+# A supervisor whose job has been gone for so long only waits until it can write that.
+_LOOK_EVERY_S = 0.5
+_EMPTY_FOR_S = 2.0
 
 
 def start(request: Request, events: Events) -> Json:
@@ -197,8 +200,9 @@ def stop(request: Request, events: Events) -> Json:
     """Verb: end every process of a run: TERM, ``grace_s`` seconds of patience, KILL.
 
     The supervisor does it, so that it goes on when this agent is killed; if the supervisor hangs or is gone,
-    the agent does it itself. ``killed`` counts the processes that were ended. Raises PayloadError when a process
-    or its hold on a GPU is still there afterwards.
+    the agent does it itself. ``killed`` counts the processes that were ended. On a full disk the run stays in its
+    state, without a process of the job, until there is room. Raises PayloadError when a process or its hold on a GPU
+    is still there afterwards.
     """
     layout = Layout.at(request.root)
     run_id = state.resolve(layout, request.get("run_id", str))
@@ -220,7 +224,13 @@ def stop(request: Request, events: Events) -> Json:
             found = _wait_for_supervisor(layout, found, grace_s)
         killed = found.killed
     left = state.processes(layout, found)
-    if left or found.state in ACTIVE:
+    refusal = _refusal_to_write(layout, run_id) if found.state in ACTIVE and not left else None
+    if refusal is not None:
+        # Its supervisor lives on to write what became of it.
+        events.note(
+            f"the processes of run {run_id} are gone; its end is written as soon as that can be ({refusal.strerror})"
+        )
+    elif left or found.state in ACTIVE:
         killed += _end_ourselves(layout, found, grace_s if found.state in FINAL else 0.0)
         found = state.current(layout, run_id)
     _check_gpus_released(pids, run_id)
@@ -242,11 +252,28 @@ def _wait_for_supervisor(layout: Layout, run: RunState, grace_s: float) -> RunSt
         return run
     send_signal(supervisor, signal.SIGTERM)
     deadline = time.monotonic() + grace_s + _SUPERVISOR_MARGIN_S
+    looked_at = empty_since = time.monotonic()
     while True:
         found = state.load(layout.run(run.run_id))
-        if found.state in FINAL or not is_alive(supervisor) or time.monotonic() >= deadline:
+        now = time.monotonic()
+        if found.state in FINAL or not is_alive(supervisor) or now >= deadline:
             return found
+        if now - looked_at >= _LOOK_EVERY_S:
+            looked_at = now
+            if state.processes(layout, found):
+                empty_since = now
+            elif now - empty_since >= _EMPTY_FOR_S:
+                return found
         time.sleep(_POLL_S)
+
+
+def _refusal_to_write(layout: Layout, run_id: str) -> Optional[OSError]:
+    """Why the state of a run cannot be written, or None when it can."""
+    try:
+        state.change(layout, run_id, lambda run: run)
+    except OSError as error:
+        return error
+    return None
 
 
 def _end_ourselves(layout: Layout, run: RunState, grace_s: float) -> int:

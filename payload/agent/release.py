@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Iterator, List, Tuple
 
 from payload.agent import durable
+from payload.agent.bytecode import compile_agent
 from payload.agent.layout import Layout, active_name
 from payload.agent.locks import hold
 from payload.agent.processes import boot_id
@@ -152,6 +153,7 @@ def receive(request: Request, events: Events) -> Json:
             if not already:
                 events.progress(f"unpacking release {release}")
                 _unpack(archive, target, release)
+            compile_agent(target / "payload")
             durable.point(layout.current, target)
     finally:
         if archive.parent == layout.incoming.resolve():

@@ -110,13 +110,17 @@ class Lxc:
     ) -> subprocess.CompletedProcess[str]:
         """Run ``argv`` in the container as its root."""
         return subprocess.run(
-            [*self._command("lxc-attach"), "--clear-env", "--", *argv],
+            self.command(argv),
             input=stdin,
             capture_output=True,
             text=True,
             check=check,
             timeout=timeout_s,
         )
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """What the machine runs so that the container's root runs ``argv``."""
+        return [*self._command("lxc-attach"), "--clear-env", "--", *argv]
 
     def pids(self, words: str) -> list[int]:
         """The pids, as the container counts them, of processes whose command line holds ``words``."""

@@ -134,7 +134,7 @@ class FakeContainer:
         """Ask and wait for the answer."""
         nonce = secrets.token_hex(8)
         done = subprocess.run(
-            [self.python, "-I", str(program or self.agent), verb],
+            [self.python, "-I", "-B", str(program or self.agent), verb],
             input=self.envelope(nonce, **fields),
             capture_output=True,
             timeout=DEADLINE_S * 2,
@@ -160,7 +160,7 @@ class FakeContainer:
     def open(self, verb: str, **fields: Any) -> subprocess.Popen[bytes]:
         """Ask without waiting."""
         process = subprocess.Popen(
-            [self.python, "-I", str(self.agent), verb],
+            [self.python, "-I", "-B", str(self.agent), verb],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

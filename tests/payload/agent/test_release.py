@@ -148,16 +148,32 @@ def test_a_damaged_release_is_noticed_and_replaced(container: FakeContainer, new
     assert container.result("hello", release=fields["release"])["release"] == fields["release"]
 
 
-def test_the_agent_keeps_nothing_but_bytecode_beside_it_and_the_release_stays_what_its_name_says(
+def test_the_agent_writes_nothing_beside_it_and_the_release_stays_what_its_name_says(
     container: FakeContainer,
 ) -> None:
     folder = container.root / "releases"
     before = set(folder.rglob("*"))
     container.result("status")
     container.result("facts")
-    written = {path.name for path in set(folder.rglob("*")) - before if path.suffix != ".pyc"}
-    assert written <= {"__pycache__"}
+    assert set(folder.rglob("*")) == before
     assert container.result("hello")["release"] == container.release
+
+
+def test_a_release_is_put_in_place_with_its_agents_bytecode_and_one_that_is_cut_off_is_mended(
+    container: FakeContainer, newer: Path
+) -> None:
+    archive, fields = upload(container, newer)
+    container.ask("receive", program=archive, **fields)
+    agent = container.root / "releases" / fields["release"] / "payload" / "agent"
+    [compiled] = (agent / "__pycache__").glob("main.*.pyc")
+    whole = compiled.read_bytes()
+    # What a full disk leaves when Python writes it: no call would start any more.
+    compiled.write_bytes(whole[:-100])
+    archive, fields = upload(container, newer)
+    reply = container.ask("receive", program=archive, **fields)
+    assert reply.result is not None
+    assert reply.result["already"]
+    assert compiled.read_bytes()[16:] == whole[16:]
 
 
 def test_hello_can_make_a_release_current_again(container: FakeContainer, newer: Path) -> None:

@@ -239,11 +239,16 @@ def test_the_end_of_a_job_on_a_full_disk_is_told_once_there_is_room(
     assert full_disk.wait_for_state("r1", "finished")["exit_code"] == 0
 
 
-@pytest.mark.slow
-def test_a_job_on_a_full_disk_can_be_stopped(full_disk: FakeContainer, tmp_path: Path) -> None:
+def test_a_job_on_a_full_disk_can_be_stopped_and_its_end_is_told_once_there_is_room(
+    full_disk: FakeContainer, tmp_path: Path
+) -> None:
     full_disk.start("r1", FILL, str(tmp_path / "pid"), "600")
     pid = int(wait_until_written(tmp_path / "pid"))
-    assert "full" in full_disk.error("stop", run_id="r1", grace_s=0)["message"]
+    reply = full_disk.ask("stop", run_id="r1", grace_s=0)
+    assert reply.result is not None, reply
+    assert any(
+        "its end is written as soon as that can be" in str(event.get("message")) for event in reply.events
+    )
     assert not is_running(pid)
     (full_disk.root / "runs/r1/ballast").unlink()
-    assert full_disk.state("r1")["state"] == "lost"
+    full_disk.wait_for_state("r1", "stopped")
