@@ -4,16 +4,20 @@ Takes torchrun's arguments::
 
     python -m payload.trainer.launch --standalone --nproc-per-node N -m payload.trainer --spec spec.json
 
-Exit status: 0 finished, 1 failed, 143 stopped by SIGTERM after a checkpoint.
+A failure is in the run's ``metrics.jsonl`` too. Exit status: 0 finished, 1 failed, 143 stopped by SIGTERM after a
+checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -46,9 +50,20 @@ def main(arguments: Sequence[str]) -> int:
             return 0
     if failure is None:
         return EXIT_STOPPED
+    if "--spec" in arguments:
+        record(Path(arguments[arguments.index("--spec") + 1]).parent / "metrics.jsonl", failure)
     sys.stdout.write(f"{failure}\n")
     sys.stdout.flush()
     return EXIT_FAILED
+
+
+def record(metrics: Path, failure: Failure) -> None:
+    """Put the failure at the end of a run's metrics, where whoever asks for the run's state finds it."""
+    place = f"{failure.who}: " if failure.who else ""
+    line = {"event": "end", "step": None, "time": round(time.time(), 3), "outcome": "failed"}
+    # A full disk is no reason to keep the failure from the log.
+    with contextlib.suppress(OSError), metrics.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**line, "verdict": f"{place}{failure.message}"}) + "\n")
 
 
 def death(failures: Mapping[int, ProcessFailure]) -> Failure | None:

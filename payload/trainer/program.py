@@ -99,9 +99,7 @@ class DrafterProgram:
             # A compiled drafter stays the one graph that warm-up compiled: torch would cut it at the bounds of DDP's
             # buckets, and some versions refuse to cut a graph with flex_attention in it.
             torch._dynamo.config.optimize_ddp = False
-            self._module = DistributedDataParallel(
-                drafter, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            self._module = DistributedDataParallel(drafter, process_group=group, gradient_as_bucket_view=True)
         self.optimizer = MasterAdamW(drafter.parameters(), recipe.optim, sharded=self._sharded)
 
     def accumulate(self, supply: Supply, micro_batch: int, last: bool) -> torch.Tensor:

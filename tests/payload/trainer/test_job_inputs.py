@@ -37,13 +37,16 @@ def test_a_gguf_file_is_a_whole_target_with_its_tokenizer_and_template(tmp_path:
     assert load_config(tmp_path / "run" / "checkpoints" / "step-000002" / "drafter").mask_token_id == 3
 
 
-def test_a_head_of_its_own_reaches_the_drafters_of_other_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_a_head_of_its_own_and_a_teacher_reach_the_drafters_of_other_ranks(tmp_path: Path, kind: str) -> None:
     words = tiny_tokenizer()
     tiny_causal_lm("qwen2", len(words), tied=False).save_pretrained(tmp_path / "target")
     words.save_pretrained(tmp_path / "target")
-    together = run(tmp_path / "one", tiny_recipe(tmp_path / "target", train__steps=3))
+    together = run(tmp_path / "one", tiny_recipe(tmp_path / "target", train__steps=3, loss__kind=kind))
     apart = {"topology__targets": [0], "topology__drafters": [1]}
-    separate = run(tmp_path / "two", tiny_recipe(tmp_path / "target", train__steps=3, **apart))
+    separate = run(
+        tmp_path / "two", tiny_recipe(tmp_path / "target", train__steps=3, loss__kind=kind, **apart)
+    )
     assert separate.wait() == [0, 0], separate.output()
     assert separate.losses() == together.losses()
 
