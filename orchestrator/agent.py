@@ -162,6 +162,13 @@ def _is_missing(done: Completed) -> bool:
     return "can't open file" in stderr or "can't find '__main__' module" in stderr
 
 
+class _Answer(dict[str, Any]):
+    """A verb's result, whose missing parts are the container's fault and not the desk's."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise RemoteError(f"The agent's answer lacks {name!r}.", "Deploy again, then try again.")
+
+
 class _Replies:
     """Splits the agent's output into lines and keeps those that bear the nonce."""
 
@@ -196,7 +203,7 @@ class _Replies:
         if self.result is not None or self.error is not None:
             return
         if isinstance(reply.get("result"), dict):
-            self.result = reply["result"]
+            self.result = _Answer(reply["result"])
         elif isinstance(reply.get("error"), dict):
             self.error = reply["error"]
         elif "event" in reply:

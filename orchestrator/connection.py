@@ -309,16 +309,14 @@ class Connection:
         except paramiko.BadHostKeyException as error:
             raise changed_key_error(self.name, error, connection.port, settings.known_hosts) from None
         except (paramiko.AuthenticationException, paramiko.PasswordRequiredException, AuthFailure) as error:
-            raise TransportError(
-                f"{self.name}: {where} accepts none of your keys ({error}).",
-                f"Put your public key there (ssh-copy-id -p {connection.port} {connection.user}@{connection.host}), "
-                "or name the key with identity_file in the inventory. A key with a passphrase: ssh-add it first.",
-            ) from None
+            raise self._no_key_accepted(connection, str(error)) from None
         except UnicodeError:
             raise UsageError(f"{self.name}: {connection.host!r} is not a host's name or address.") from None
         except (paramiko.SSHException, EOFError, OSError) as error:
             with contextlib.suppress(Exception):
                 connection.close()
+            if "No authentication methods available" in str(error):
+                raise self._no_key_accepted(connection, "there is none to offer") from None
             raise _Retryable(
                 f"{self.name}: no SSH connection to {where}: {_reason(error)}.",
                 "Is the host up, and are address and port right in the inventory?",
@@ -326,6 +324,14 @@ class Connection:
             ) from error
         connection.transport.ask_for_signs_of_life(settings.silence_timeout_s)
         return connection
+
+    def _no_key_accepted(self, connection: fabric.Connection, why: str) -> TransportError:
+        login = f"{connection.user}@{connection.host}"
+        return TransportError(
+            f"{self.name}: {login}:{connection.port} accepts none of your keys ({why}).",
+            f"Put your public key there (ssh-copy-id -p {connection.port} {login}), or name the key with identity_file "
+            "in the inventory. A key with a passphrase: ssh-add it first.",
+        )
 
     def _configured(self) -> fabric.Connection:
         """A connection that is not open yet, by ssh_config and the inventory. Raises :class:`UsageError`."""

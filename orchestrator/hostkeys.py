@@ -79,11 +79,12 @@ def changed_key_error(
     """What a person is told of a key that is not the one in known_hosts."""
     bare = _bare(error.hostname)
     entry = bare if port == 22 else f"[{bare}]:{port}"
-    file = f" -f {known_hosts}" if known_hosts else ""
+    # Named, since ssh-keygen goes by the account's home and not by $HOME.
+    file = known_hosts or DEFAULT_KNOWN_HOSTS[0]
     return TransportError(
         f"{name}: the host key of {entry} has CHANGED: it now offers {error.key.get_name()} "
         f"{fingerprint(error.key)}, known_hosts says {fingerprint(error.expected_key)}.",
-        f"Another machine may be answering. When you know why it changed: ssh-keygen{file} -R '{entry}'",
+        f"Another machine may be answering. When you know why it changed: ssh-keygen -f {file} -R '{entry}'",
     )
 
 

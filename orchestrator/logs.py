@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.agent import Agent, NoAnswer
-from orchestrator.errors import TransportError
+from orchestrator.errors import RemoteError, TransportError
 
 FOLLOW_IDLE_TIMEOUT_S = 30.0
 RECONNECT_ATTEMPTS = 10
@@ -48,8 +48,13 @@ def show_logs(
     def on_event(event: dict[str, Any]) -> None:
         if event["event"] != "log":
             return
-        data = base64.b64decode(event["data"])
-        position["offset"] = int(event["offset"]) + len(data)
+        try:
+            data = base64.b64decode(event["data"], validate=True)
+            position["offset"] = int(event["offset"]) + len(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RemoteError(
+                f"A piece of the log cannot be read: {error}.", "Deploy again, then try again."
+            ) from None
         position["run_id"] = event.get("run_id") or position["run_id"]
         write(data)
 

@@ -196,6 +196,19 @@ def test_an_ssh_config_that_cannot_be_read_is_a_usage_error(
         Connection("local", destination.host).run(["true"])
 
 
+def test_a_person_without_any_key_is_told_at_once(
+    destination: Destination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    host = destination.host.model_copy(update={"identity_file": None})
+    waits: list[str] = []
+    with pytest.raises(TransportError, match="accepts none of your keys") as raised:
+        Connection("lab", host, waits.append).run(["true"])
+    assert "ssh-copy-id" in raised.value.hint
+    assert not waits
+
+
 def test_a_key_that_the_host_does_not_accept_is_named_as_the_reason(
     destination: Destination, tmp_path: Path
 ) -> None:
