@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -14,7 +12,7 @@ from payload.errors import PayloadError
 
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace ``path`` by ``data`` atomically: written beside, synced, renamed."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
@@ -43,7 +41,7 @@ def read_json(path: Path) -> Any:
 
 def point(link: Path, target: Path) -> None:
     """Let the symbolic link ``link`` point at ``target`` (relative to the link's folder), atomically."""
-    beside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+    beside = link.with_name(f".{link.name}.{os.urandom(4).hex()}")
     beside.symlink_to(os.path.relpath(target, link.parent))
     try:
         beside.replace(link)
@@ -55,7 +53,7 @@ def point(link: Path, target: Path) -> None:
 
 def put_in_place(new: Path, path: Path) -> None:
     """Rename the folder ``new`` to ``path``; what was there before is removed afterwards."""
-    old = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    old = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     existed = os.path.lexists(path)
     if existed:
         path.rename(old)
@@ -73,6 +71,8 @@ def put_in_place(new: Path, path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file, link or folder; nothing happens when it is not there."""
     if path.is_dir() and not path.is_symlink():
+        import shutil  # most verbs remove no folder
+
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

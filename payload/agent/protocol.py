@@ -24,7 +24,6 @@ import os
 import re
 import sys
 import threading
-import traceback
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Callable, Dict, Mapping, Optional, Type, TypeVar
 
@@ -203,6 +202,8 @@ def serve(
     except OSError as error:
         return _refuse(events, from_os_error(error))
     except Exception as error:  # noqa: BLE001 - the caller must get a final line whatever went wrong
+        import traceback  # seldom needed, and every verb would wait for it
+
         traceback.print_exc()
         return _refuse(events, PayloadError(f"unexpected {type(error).__name__}: {error}"))
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import List, Optional
@@ -42,8 +41,14 @@ def status(request: Request, events: Events) -> Json:
 def disk(folder: Path) -> Optional[Json]:
     """Bytes of the file system that holds ``folder``; None when it is not there."""
     with contextlib.suppress(OSError):
-        usage = shutil.disk_usage(folder)
-        return {"total_bytes": usage.total, "used_bytes": usage.used, "free_bytes": usage.free}
+        found = os.statvfs(folder)
+        total, unused = found.f_blocks * found.f_frsize, found.f_bfree * found.f_frsize
+        return {
+            "total_bytes": total,
+            "used_bytes": total - unused,
+            # Without what the file system keeps for root.
+            "free_bytes": found.f_bavail * found.f_frsize,
+        }
     return None
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import shutil
-import subprocess
+import os
 from pathlib import Path
 from typing import List, Optional, Set
 
@@ -37,16 +35,24 @@ def has_systemd() -> bool:
     except OSError:
         return False
     booted = first == "systemd" and Path("/run/systemd/system").is_dir()
-    return booted and Path("/run/systemd/container").is_file() and bool(shutil.which("systemd-run"))
+    return booted and Path("/run/systemd/container").is_file() and bool(program("systemd-run"))
+
+
+def program(name: str) -> Optional[str]:
+    """The path of a program on PATH, or None."""
+    paths = (Path(folder, name) for folder in os.environ.get("PATH", os.defpath).split(os.pathsep))
+    return next((str(path) for path in paths if path.is_file() and os.access(path, os.X_OK)), None)
 
 
 def gpus() -> Optional[List[Json]]:
     """One entry for each GPU that nvidia-smi shows: empty without nvidia-smi, None when it does not answer."""
-    if shutil.which("nvidia-smi") is None:
+    if program("nvidia-smi") is None:
         return []
     output = _nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS.values())}")
     if output is None:
         return None
+    import csv
+
     found = []
     for row in csv.reader(output.splitlines(), skipinitialspace=True):
         if len(row) == len(_GPU_FIELDS):
@@ -72,12 +78,15 @@ def _value(name: str, text: str) -> Optional[object]:
 
 
 def _nvidia_smi(query: str) -> Optional[str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    path = program("nvidia-smi")
+    if path is None:
         return None
+    # Imported where there is something to run: it would take a sixth of a short verb's time.
+    import subprocess
+
     try:
         process = subprocess.Popen(
-            [program, query, "--format=csv,noheader,nounits"],
+            [path, query, "--format=csv,noheader,nounits"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
