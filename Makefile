@@ -92,6 +92,10 @@ bench-first-step: $(VENV)/.dev ## The first training step cold, warmed and from 
 bench-colocated: $(VENV)/.dev ## Target and drafter on one device, each alone and together (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.colocated $(if $(call on,JSON),--json)
 
+.PHONY: bench-remote
+bench-remote: $(VENV)/.desk ## First deploy, deploy with nothing to do, script, logs, 64 containers; beside Ansible (QUICK=1: without; HOST=, CT=, INVENTORY=: there)
+	@$(VENV)/bin/python -m benchmarks.remote $(if $(call given,HOST),--inventory '$(DFLASH_INVENTORY)' --host '$(HOST)' --ct '$(CT)') $(if $(call on,QUICK),--without-ansible --rounds 3 --containers 8) $(if $(call given,ROUNDS),--rounds '$(ROUNDS)')
+
 .PHONY: test test-slow test-gpu test-lxc lint types check
 test: $(VENV)/.dev ## The fast tests
 	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
