@@ -101,8 +101,8 @@ test: $(VENV)/.dev ## The fast tests
 	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
 test-slow: $(VENV)/.dev ## The tests that take minutes
 	@$(VENV)/bin/python -m pytest -q -m slow --timeout 900
-test-lxc: $(VENV)/.dev ## The tests on real OpenSSH, LXC and systemd (root; see tests/lxc/README.md)
-	@$(VENV)/bin/python -m pytest -q -m lxc tests/lxc
+test-lxc: $(VENV)/.dev ## The tests on real OpenSSH, LXC and systemd (root; see tests/lxc/README.md; SLOW=1: with torch)
+	@$(VENV)/bin/python -m pytest -q -rs -m 'lxc$(if $(call on,SLOW),, and not slow)' tests/lxc
 test-gpu: $(VENV)/.dev ## The tests that need a CUDA GPU
 	@$(VENV)/bin/python -m pytest -q -m gpu --timeout 600
 lint: $(VENV)/.dev ## ruff: lint and format

@@ -27,7 +27,7 @@ from orchestrator.retry import repeat
 
 CHUNK_BYTES = 256 * 1024
 _PROBE_TIMEOUT_S = 30.0
-_UNPACK = ("tar", "--extract", "--file=-", "--directory=/", "--no-same-owner")
+_UNPACK = ("tar", "--extract", "--file=-", "--directory=/", "--no-same-owner", "--touch")
 
 ByteProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""

@@ -15,6 +15,7 @@ from payload.errors import PayloadError
 
 # A younger upload may still be on its way.
 _UPLOAD_AGE_S = 3600.0
+_UPLOADED_TO = ("tools", "wheelhouse")
 _DEFAULT_KEEP = 2
 
 
@@ -64,7 +65,8 @@ def _surplus(folder: Path, needed: Set[str], keep: int) -> List[Path]:
 
 
 def _old_uploads(layout: Layout) -> Iterator[Path]:
-    if layout.incoming.is_dir():
-        for entry in layout.incoming.iterdir():
-            if time.time() - entry.lstat().st_mtime > _UPLOAD_AGE_S:
-                yield entry
+    """What uploads left that were given up: all of ``incoming``, and elsewhere what was never put in place."""
+    found = list(layout.incoming.iterdir()) if layout.incoming.is_dir() else []
+    for name in _UPLOADED_TO:
+        found += durable.leftovers(layout.root / name)
+    return (entry for entry in found if time.time() - entry.lstat().st_mtime > _UPLOAD_AGE_S)

@@ -29,6 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.lxc)
+            if item.get_closest_marker("timeout") is None:
+                # Of the test alone: the first one also waits for debootstrap.
+                item.add_marker(pytest.mark.timeout(240, func_only=True))
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def base() -> Path:
     """
     suite = _codename()
     name = hashlib.sha256(" ".join((suite, *PACKAGES)).encode()).hexdigest()[:12]
-    path = _cache_folder() / f"{suite}-{name}"
+    path = cache_folder() / f"{suite}-{name}"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,8 @@ def _mirror(suite: str) -> str:
     raise RuntimeError(f"apt knows no archive of {suite}: run apt-get update")
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where things lie that are made once."""
     if given := os.environ.get("DFLASH_BED_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash-bed"

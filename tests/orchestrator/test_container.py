@@ -8,6 +8,7 @@ import os
 import random
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,15 @@ def test_an_upload_replaces_a_file_by_rename(container: Container, folder: Path)
         container.upload(b"new and longer", str(folder / "file"))
         assert reader.read() == b"old"
     assert (folder / "file").read_bytes() == b"new and longer"
+
+
+def test_what_arrives_is_as_old_as_its_arrival_so_that_prune_does_not_take_it_for_a_leftover(
+    container: Container, folder: Path
+) -> None:
+    began = time.time()
+    container.upload(b"bytes", str(folder / "uploaded"))
+    container.send(b"bytes", str(folder / "sent"))
+    assert all((folder / name).stat().st_mtime > began - 5 for name in ("uploaded", "sent"))
 
 
 def test_an_upload_over_a_folder_is_refused_and_leaves_nothing(container: Container, folder: Path) -> None:

@@ -162,10 +162,14 @@ def test_prune_keeps_what_is_in_use_what_runs_pin_and_the_newest(container: Fake
     for path in (young, old):
         path.touch()
     os.utime(old, (1_000_000, 1_000_000))
+    half = container.root / "tools/.uv.half"
+    half.parent.mkdir()
+    half.touch()
+    os.utime(half, (1_000_000, 1_000_000))
     (container.root / "cache/abc").mkdir(parents=True)
     removed = container.result("prune", keep=2)["removed"]
     assert sorted(removed) == sorted(
-        ["incoming/old.zip"]
+        ["incoming/old.zip", "tools/.uv.half"]
         + [f"{kind}/{name}" for kind in ("releases", "venvs") for name in ("1" * 16, "2" * 16, ".half.built")]
     )
     assert (releases / container.release).is_dir()
