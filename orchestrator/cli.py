@@ -45,11 +45,13 @@ COMMANDS = {
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """What an import makes stays: to look for garbage among it would take a tenth of a short command's time."""
+    """What an import makes stays: to look for garbage among it, now and when the program ends, would take a tenth of a
+    short command's time."""
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 

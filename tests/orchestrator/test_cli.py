@@ -20,7 +20,11 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def orchestrator(
-    *arguments: str, inventory: Path | None = None, home: Path | None = None, **variables: str
+    *arguments: str,
+    inventory: Path | None = None,
+    home: Path | None = None,
+    timeout_s: float = 60,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DFLASH_")}
     if inventory is not None:
@@ -33,7 +37,7 @@ def orchestrator(
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout_s,
         check=False,
     )
 

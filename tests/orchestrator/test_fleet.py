@@ -145,3 +145,23 @@ def test_a_run_is_asked_of_one_container(hosts: Path) -> None:
     done = orchestrator("status", "--all", "20261130-101010-abcdef", inventory=hosts)
     assert done.returncode == 2
     assert "which one has" in done.stderr
+
+
+@pytest.mark.slow
+def test_sixty_four_containers_of_one_host_are_deployed_and_shown_within_the_limits_of_sshd(
+    tmp_path: Path,
+) -> None:
+    try:
+        node.start(tmp_path / "node", options=SSHD)
+        for number in range(201, 264):
+            info = node.add_container(tmp_path / "node", str(number))
+        for verb, bound_s in (("deploy", 120), ("deploy", 60), ("status", 30)):
+            began = time.monotonic()
+            done = orchestrator(
+                verb, "--host", "local", "--ct", "all", inventory=info.inventory, timeout_s=120
+            )
+            assert done.returncode == 0, done.stderr
+            assert len(done.stdout.splitlines()) == 1 + 64
+            assert time.monotonic() - began < bound_s
+    finally:
+        node.stop(tmp_path / "node")
