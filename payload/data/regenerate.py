@@ -63,12 +63,14 @@ def regenerate(
     destination: Path,
     settings: GenerationSettings,
     report: Callable[[str], None] = lambda line: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Counter[str]:
     """Append to ``destination`` an answered row for each conversation that is not there yet.
 
     ``model`` is a transformers causal LM with ``generate``. A line has ``input_ids`` and ``loss_mask`` (true on the
     answers), ``messages`` under ``conversation`` for people, and the ``key``. Returns counts: answered, kept from
-    before, and rows skipped by reason. Raises ``PayloadError`` when no row could be answered.
+    before, and rows skipped by reason. Raises ``PayloadError`` when no row could be answered, and at the next token
+    once ``should_stop`` says so.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     done = _keys_of_complete_lines(destination)
@@ -76,7 +78,7 @@ def regenerate(
     pending = _conversations(rows, done, counts)
     with destination.open("ab") as file:
         while chunk := list(islice(pending, settings.batch_size)):
-            for conversation in _answer(chunk, model, tokenizer, settings, counts):
+            for conversation in _answer(chunk, model, tokenizer, settings, counts, should_stop):
                 file.write(json.dumps(_line(conversation)).encode() + b"\n")
                 counts["answered"] += 1
             file.flush()
@@ -121,6 +123,7 @@ def _answer(
     tokenizer: Any,
     settings: GenerationSettings,
     counts: Counter[str],
+    should_stop: Callable[[], bool],
 ) -> list[_Conversation]:
     """Answer every user turn of the conversations, one round of turns after the other."""
     while open_ones := [conversation for conversation in conversations if conversation.to_next_prompt()]:
@@ -141,7 +144,9 @@ def _answer(
             asked.append(conversation)
         if not asked:
             break
-        answers = generate_answers(model, prompts, tokenizer, settings)
+        answers = generate_answers(model, prompts, tokenizer, settings, should_stop)
+        if should_stop():
+            raise PayloadError("Told to stop while answers were being generated; those so far are kept.")
         for conversation, prompt, answer in zip(asked, prompts, answers, strict=True):
             conversation.spans.append((prompt, answer))
             text = tokenizer.decode(answer, skip_special_tokens=True)
@@ -151,9 +156,16 @@ def _answer(
 
 
 def generate_answers(
-    model: Any, prompts: list[list[int]], tokenizer: Any, settings: GenerationSettings
+    model: Any,
+    prompts: list[list[int]],
+    tokenizer: Any,
+    settings: GenerationSettings,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
-    """The target's continuation of each prompt, end token included where it was reached."""
+    """The target's continuation of each prompt, end token included where it was reached.
+
+    Once ``should_stop`` says so, what there is after the next token.
+    """
     ends = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)
     width = max(map(len, prompts))
@@ -172,6 +184,9 @@ def generate_answers(
             max_new_tokens=settings.max_new_tokens,
             pad_token_id=pad,
             eos_token_id=sorted(ends),
+            stopping_criteria=[
+                lambda ids, scores: ids.new_full(ids.shape[:1], should_stop(), dtype=torch.bool)
+            ],
             **sampling,
         )
     return [_until_end(row[width:].tolist(), ends) for row in whole]

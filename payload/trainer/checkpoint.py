@@ -117,7 +117,9 @@ def checkpoint_to_resume(
         found = newest_checkpoint(checkpoints, warn)
         if found is None:
             raise PayloadError(
-                f"There is no usable checkpoint in {checkpoints} to resume from.", kind="refused"
+                f"There is no usable checkpoint in {checkpoints} to resume from.",
+                hint="Name a run that has written one, or start a new run.",
+                kind="refused",
             )
     if found is not None and read_progress(found).identity != identity:
         raise PayloadError(

@@ -103,12 +103,7 @@ def _training_rows(
     key = json.dumps([vars(spec), weights_digest(target.model), *asked], sort_keys=True)
     answers = root / "answers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
 
-    def report(line: str) -> None:
-        say(line)
-        if stop.received:
-            raise PayloadError("Told to stop while answers were being generated; they are kept.")
-
-    regenerate(rows, target.model, tokenizer, answers, settings, report)
+    regenerate(rows, target.model, tokenizer, answers, settings, say, should_stop=lambda: stop.received)
     return read_jsonl(answers)
 
 

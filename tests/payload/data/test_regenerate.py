@@ -164,3 +164,22 @@ def test_sampled_answers_repeat_with_their_seed(target: Target, words: Any) -> N
 
     assert answers(1) == answers(1)
     assert answers(1) != answers(2)
+
+
+def test_a_stop_takes_effect_at_the_next_token_and_keeps_the_answers_so_far(
+    target: Target, words: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    tokens: list[int] = []
+    counting = copy.deepcopy(target.model)
+    counting.lm_head.register_forward_pre_hook(lambda head, arguments: tokens.append(1))
+    asked = rows("one", "two", "three", "four", "five")
+    patient = replace(SETTINGS, max_new_tokens=200)
+    with pytest.raises(PayloadError, match="those so far are kept"):
+        regenerate(asked, counting, words, path, SETTINGS, should_stop=lambda: len(tokens) > 8)
+    assert len(tokens) == 9, "six tokens of the first three answers, and three more"
+    assert len(lines(path)) == 3
+    tokens.clear()
+    with pytest.raises(PayloadError, match="Told to stop"):
+        regenerate(asked, counting, words, path, patient, should_stop=lambda: True)
+    assert len(tokens) == 1

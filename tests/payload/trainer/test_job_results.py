@@ -71,9 +71,16 @@ def test_a_resumed_run_replaces_what_tensorboard_showed_of_steps_that_are_done_a
     assert strict(last)["gradient_norm"] is None
 
 
-@pytest.mark.parametrize("drafters", [[0], pytest.param([0, 1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drafters", "shard"),
+    [
+        ([0], "ddp"),
+        pytest.param([0, 1], "ddp", marks=pytest.mark.slow),
+        pytest.param([1, 2], "fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_the_best_drafter_is_kept_even_where_no_checkpoint_was_due(
-    tiny_target_folder: Path, tmp_path: Path, drafters: list[int]
+    tiny_target_folder: Path, tmp_path: Path, drafters: list[int], shard: str
 ) -> None:
     recipe = tiny_recipe(
         tiny_target_folder,
@@ -89,6 +96,7 @@ def test_the_best_drafter_is_kept_even_where_no_checkpoint_was_due(
         train__keep_last=1,
         topology__targets=[0],
         topology__drafters=drafters,
+        train__shard=shard,
     )
     job = run(tmp_path, recipe)
     assert set(job.wait()) == {0}, job.output()

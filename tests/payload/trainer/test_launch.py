@@ -78,8 +78,9 @@ def test_an_error_of_one_rank_is_said_once_and_last_and_the_others_leave_quietly
         assert process.wait(100) == 1
     said = output(tmp_path)
     assert said.count("error:") == 1, said
-    last = said.strip().splitlines()[-1]
+    last, hint = said.strip().splitlines()[-2:]
     assert last.startswith("error: rank 1 of 3 (drafter): There is no usable checkpoint in "), said
+    assert hint == "  Name a run that has written one, or start a new run."
     ended = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (ended["event"], ended["outcome"]) == ("end", "failed")
     assert ended["verdict"] == last.removeprefix("error: ").strip()
