@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -23,24 +23,54 @@ _WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What `evaluate` measured over all prompts.
+    """What `evaluate` counted over all prompts; the ratios are properties, so that parts add up exactly.
 
-    ``mean_accepted_length``: tokens gained a target forward. ``by_position[k - 1]``: of the forwards that
-    could accept slot k, the share that accepted slots 1 .. k. ``speedup``: tokens a second by wall clock,
-    prompts included, over those of plain decoding in the same run, of as many prompts at once; ``identical``:
-    prompts whose text equals plain decoding's token for token, expected of all when greedy in exact
-    arithmetic. Both ``None`` if plain decoding was not run, ``identical`` also when sampling.
+    ``gained``: tokens that came from the ``target_forwards`` after the prompts' own. ``accepted[k - 1]`` of the
+    ``could_accept[k - 1]`` forwards that could accept slot k accepted slots 1 .. k. ``plain_tokens`` in
+    ``plain_seconds`` came from plain decoding in the same run, of as many prompts at once; ``identical``: prompts
+    whose text equals plain decoding's token for token, expected of all when greedy in exact arithmetic. These are
+    ``None`` if plain decoding was not run, ``identical`` also when sampling.
     """
 
-    mean_accepted_length: float
-    by_position: tuple[float, ...]
     prompts: int
     tokens: int
     target_forwards: int
+    gained: int
+    accepted: tuple[int, ...]
+    could_accept: tuple[int, ...]
     seconds: float
-    plain_seconds: float | None
-    speedup: float | None
-    identical: int | None
+    plain_tokens: int | None = None
+    plain_seconds: float | None = None
+    identical: int | None = None
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens gained a target forward; 0 without any."""
+        return self.gained / max(1, self.target_forwards)
+
+    @property
+    def by_position(self) -> tuple[float, ...]:
+        """The share that accepted slots 1 .. k of the forwards that could, for each k."""
+        return tuple(n / max(1, of) for n, of in zip(self.accepted, self.could_accept, strict=True))
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens a second by wall clock, prompts included, over those of plain decoding."""
+        if self.plain_tokens is None or self.plain_seconds is None:
+            return None
+        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+
+
+def combine(parts: Sequence[Acceptance]) -> Acceptance:
+    """The summary of all the prompts of at least one part together. Seconds add up."""
+
+    def total(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], tuple):
+            return tuple(map(sum, zip(*values, strict=True)))
+        return None if None in values else sum(values)
+
+    return Acceptance(**{field.name: total(field.name) for field in fields(Acceptance)})
 
 
 def evaluate(
@@ -84,26 +114,25 @@ def evaluate(
     decoded, seconds = _timed(
         lambda: _joined(speculative(some, max_new_tokens) for some in groups), target.device
     )
-    tokens = sum(len(d.tokens) for d in decoded)
-    plain_seconds = speedup = identical = None
+    texts, plain_seconds = None, None
     if compare_plain:
         texts, plain_seconds = _timed(
             lambda: _joined(plain(some, max_new_tokens) for some in groups), target.device
         )
-        speedup = (tokens / seconds) / (sum(map(len, texts)) / plain_seconds)
-        if temperature == 0:
-            identical = sum(d.tokens == text for d, text in zip(decoded, texts, strict=True))
-    lengths = [length for d in decoded for length in d.accepted_lengths]
+    same = [one.tokens == text for one, text in zip(decoded, texts or [], strict=False)]
+    lengths = [length for one in decoded for length in one.accepted_lengths]
+    slots = range(1, drafter.config.block_size)
     return Acceptance(
-        mean_accepted_length=sum(lengths) / len(lengths) if lengths else 0.0,
-        by_position=_by_position(decoded, drafter.config.block_size),
         prompts=len(prompts),
-        tokens=tokens,
+        tokens=sum(len(one.tokens) for one in decoded),
         target_forwards=len(lengths),
+        gained=sum(lengths),
+        accepted=tuple(sum(n >= slot for one in decoded for n in one.accepted_drafts) for slot in slots),
+        could_accept=tuple(sum(n >= slot for one in decoded for n in one.verified_drafts) for slot in slots),
         seconds=seconds,
+        plain_tokens=None if texts is None else sum(map(len, texts)),
         plain_seconds=plain_seconds,
-        speedup=speedup,
-        identical=identical,
+        identical=sum(same) if texts is not None and temperature == 0 else None,
     )
 
 
@@ -115,16 +144,6 @@ def _groups(prompts: Prompts, at_once: int) -> list[Prompts]:
 
 def _joined(groups: Iterable[list[T]]) -> list[T]:
     return [item for group in groups for item in group]
-
-
-def _by_position(decoded: Sequence[Decoded], block_size: int) -> tuple[float, ...]:
-    accepted = [n for d in decoded for n in d.accepted_drafts]
-    verified = [n for d in decoded for n in d.verified_drafts]
-    shares = []
-    for slot in range(1, block_size):
-        could = sum(n >= slot for n in verified)
-        shares.append(sum(n >= slot for n in accepted) / could if could else 0.0)
-    return tuple(shares)
 
 
 def _timed(work: Callable[[], T], device: torch.device) -> tuple[T, float]:

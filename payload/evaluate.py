@@ -72,11 +72,17 @@ def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
         sampling=Sampling(temperature, generator),
         at_once=request.get("at_once", int) or PROMPTS_AT_ONCE,
     )
-    measured = dict(vars(result))
+    assert result is not None, "nothing stops it"
     return {
-        "accepted_length": measured.pop("mean_accepted_length"),
-        "accepted_by_position": list(measured.pop("by_position")),
-        **measured,
+        "accepted_length": result.mean_accepted_length,
+        "accepted_by_position": list(result.by_position),
+        "prompts": result.prompts,
+        "tokens": result.tokens,
+        "target_forwards": result.target_forwards,
+        "seconds": result.seconds,
+        "plain_seconds": result.plain_seconds,
+        "speedup": result.speedup,
+        "identical": result.identical,
         "drafter": str(folder),
         "temperature": temperature,
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from payload.acceptance import Acceptance, evaluate
+from payload.acceptance import Acceptance, combine, evaluate
 from payload.data.rows import read_rows
 from payload.data.tokens import end_token_ids, render_prompt
 from payload.drafter.model import DFlashDrafter
@@ -98,32 +98,9 @@ def measure(
         gathered: list[list[Acceptance]] = [[] for _ in range(size)]
         dist.all_gather_object(gathered, parts, group=group)
         parts = [part for of_rank in gathered for part in of_rank]
-    whole = combine(parts)
-    return whole if whole.prompts == len(held_out.prompts) else None
-
-
-def combine(parts: Sequence[Acceptance]) -> Acceptance:
-    """One summary of several disjoint ones; by position, shares are weighted by target forwards. Seconds add up."""
-    forwards = sum(part.target_forwards for part in parts)
-    plain = [part.plain_seconds for part in parts if part.plain_seconds is not None]
-    identical = [part.identical for part in parts if part.identical is not None]
-    speedups = [part.speedup for part in parts if part.speedup is not None]
-
-    def mean(values: Sequence[float]) -> float:
-        weighted = zip(values, parts, strict=True)
-        return sum(value * part.target_forwards for value, part in weighted) / max(1, forwards)
-
-    return Acceptance(
-        mean_accepted_length=mean([part.mean_accepted_length for part in parts]),
-        by_position=tuple(mean(values) for values in zip(*(part.by_position for part in parts), strict=True)),
-        prompts=sum(part.prompts for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        target_forwards=forwards,
-        seconds=sum(part.seconds for part in parts),
-        plain_seconds=sum(plain) if plain else None,
-        speedup=sum(speedups) / len(speedups) if speedups else None,
-        identical=sum(identical) if identical else None,
-    )
+    if sum(part.prompts for part in parts) < len(held_out.prompts):
+        return None
+    return combine(parts)
 
 
 def _prompt_of(content: dict[str, Any], tokenizer: Any) -> list[int]:
