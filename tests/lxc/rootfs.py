@@ -1,4 +1,7 @@
-"""The container's root file system: Debian by debootstrap, once, kept outside the repository."""
+"""The container's root file system: Debian by debootstrap, once, kept outside the repository.
+
+``python -m tests.lxc.rootfs`` makes it, so that no test waits for it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -167,3 +171,9 @@ def _run(argv: list[str], timeout_s: float) -> None:
     if done.returncode != 0:
         said = (done.stdout + done.stderr)[-2000:]
         raise RuntimeError(f"{argv[0]} ended with {done.returncode}:\n{said}")
+
+
+if __name__ == "__main__":
+    if problem := machine.missing():
+        sys.exit(problem)
+    base()

@@ -69,12 +69,12 @@ def end(agent: Agent, run_id: str, grace_s: float = 0.5) -> dict[str, object]:
         return stop(agent, run_id, report, grace_s=grace_s)
 
 
-def kill_on_host(words: str) -> None:
-    """SIGKILL to every process of the machine whose command line begins with lxc-attach and holds ``words``."""
+def kill_pct(lxc: Lxc, words: str) -> None:
+    """SIGKILL to each lxc-attach on the machine, which pct became, that runs ``words`` in this container."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-            if line.startswith(b"lxc-attach") and words.encode() in line:
+            if line.startswith(f"lxc-attach -P {lxc.store} ".encode()) and words.encode() in line:
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
@@ -94,7 +94,7 @@ def test_a_run_starts_once_although_its_start_is_killed_at_any_moment_and_asked_
     asking.start()
     time.sleep(random.Random(seed).uniform(0.02, 0.5))
     if victim == "pct":
-        kill_on_host("payload/agent start")
+        kill_pct(lxc, "payload/agent start")
     else:
         for pid in lxc.pids("payload/agent start"):
             lxc.run(["kill", "-9", str(pid)], check=False)
