@@ -208,7 +208,7 @@ def _show_each(
             show((outcome.destination.host_name, outcome.destination.container_id, *cells))
     failed = sum(outcome.error is not None for outcome in outcomes)
     console.line(
-        f"{'!' if failed else '✓'} {name:<7} {len(outcomes)} containers"
+        f"{'!' if failed else '✓'} {name:<7} {len(outcomes)} container{'' if len(outcomes) == 1 else 's'}"
         f"{f', {failed} failed' if failed else ''} ({time.monotonic() - began:.1f} s)"
     )
     if as_json:

@@ -18,13 +18,15 @@ from orchestrator.checks.model import mappings, number, text
 from orchestrator.console import Console, StepReport, safe
 from orchestrator.container import Container
 from orchestrator.deploy import Payload, deploy
-from orchestrator.errors import OrchestratorError, RefusedError, RemoteError
+from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError
 from orchestrator.inventory import Destination
 from orchestrator.recipes import job_gpus
 from payload.recipe import Recipe
 
 FACTS_TIMEOUT_S = 30.0
 CUDA_TIMEOUT_S = 180.0
+ANSWER_S = 10.0
+_FROZEN = f"an empty command in it did not end within {ANSWER_S:.0f} s: is it frozen or suspended?"
 
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
 
@@ -62,14 +64,16 @@ def examine(
     """
     needs = needs_of(container.settings, container.destination.container_id, recipe)
     try:
+        # pct exec into a frozen container waits for ever, and the agent's own deadlines are for long work.
+        container.run(["true"], timeout_s=ANSWER_S)
+    except TransportError as error:
+        return Examined(container.destination, recipe.name, _without_facts(container, needs, error, _FROZEN))
+    try:
         agent = Agent.of_release(container, deploy(container, report, payload).release)
         seen = look(agent, needs, report)
         findings = judge(try_cuda(agent, needs, seen, report), needs)
     except OrchestratorError as error:
-        config = container.configuration()
-        if config is None:
-            raise
-        findings = [_no_answer(error), *(judge(Seen({}, config), needs)[:1] if "lock" in config else [])]
+        findings = _without_facts(container, needs, error, "")
     return Examined(container.destination, recipe.name, findings)
 
 
@@ -152,7 +156,7 @@ def summary(findings: Sequence[Finding]) -> str:
         for severity, checks in counts.items()
         if checks
     ]
-    return f"{len(findings)} checks, " + (" and ".join(bad) or "all well")
+    return f"{len(findings)} check{'' if len(findings) == 1 else 's'}, " + (" and ".join(bad) or "all well")
 
 
 def show_findings(console: Console, findings: Sequence[Finding]) -> None:
@@ -165,11 +169,18 @@ def show_findings(console: Console, findings: Sequence[Finding]) -> None:
             console.say(f"  {'':<9} fix: {safe(finding.fix)}")
 
 
-def _no_answer(error: OrchestratorError) -> Finding:
-    return Finding(
-        "container",
-        "error",
-        error.message,
-        "nothing in it can be looked at",
-        error.hint or "look with pct enter",
-    )
+def _without_facts(container: Container, needs: Needs, error: OrchestratorError, seen: str) -> list[Finding]:
+    """What can be said of a container that does not answer. Raises ``error`` when its host cannot say more either."""
+    config = container.configuration()
+    if config is None:
+        raise error
+    fix = error.hint or "look into it with pct enter"
+    if seen:
+        number = needs.container_id
+        fix = (
+            f"on the host: pct status {number} --verbose; "
+            f"when no backup is going on: pct resume {number}, or lxc-unfreeze -n {number}"
+        )
+    why = "nothing in it can be looked at, and no run can start"
+    locks = [finding for finding in judge(Seen({}, config), needs) if finding.check == "lock"]
+    return [Finding("container", "error", seen or error.message, why, fix), *locks]

@@ -38,7 +38,7 @@ def lock(seen: Seen, needs: Needs) -> Iterator[Finding]:
             f"(left over from a task that died: pct unlock {needs.container_id})",
         )
     else:
-        yield Finding("lock", "ok", "running, not locked")
+        yield Finding("lock", "ok", "not locked")
 
 
 def clock(seen: Seen, needs: Needs) -> Iterator[Finding]:

@@ -116,3 +116,20 @@ def test_train_goes_on_anyway_when_told_to_and_shows_what_was_found(
     with pytest.raises(OrchestratorError, match=r"0\.0\.1"):
         prepare(container, TINY, Console(), anyway=True)
     assert "error: lock: locked by Proxmox: backup" in capfd.readouterr().err
+
+
+def test_a_container_that_hangs_is_a_finding_and_no_broken_link(
+    container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Container.run
+
+    def frozen(self: Container, argv: Any, **options: Any) -> Any:
+        return run(self, ["sleep", "60"] if argv == ["true"] else argv, **options)
+
+    monkeypatch.setattr(Container, "run", frozen)
+    monkeypatch.setattr("orchestrator.doctor.ANSWER_S", 0.5)
+    with QUIET.step("doctor") as report:
+        found = examine(container, TINY, report).findings
+    assert [finding.check for finding in found] == ["container", "lock"]
+    assert "frozen" in found[0].seen
+    assert "pct resume 200" in found[0].fix
