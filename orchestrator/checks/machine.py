@@ -9,8 +9,9 @@ from orchestrator.checks.model import Finding, Needs, Seen, Severity, gib, mappi
 CLOCK_TOLERANCE_S = 5.0
 CLOCK_LIMIT_S = 3600.0
 
-RUN_BYTES = 2 * 2**30
-"""Below this, the first checkpoints and the log of a run fill the disk."""
+GPU_RUN_BYTES = 2 * 2**30
+CPU_RUN_BYTES = 2**28
+"""Below these, the first checkpoints and the log of a run fill the disk."""
 CUDA_VENV_BYTES = 12 * 2**30
 """A venv with a CUDA build of torch unpacks to about 8 GB, besides the wheels that uv keeps."""
 CPU_VENV_BYTES = 3 * 2**30
@@ -83,14 +84,15 @@ def disk(seen: Seen, needs: Needs) -> Iterator[Finding]:
         )
         return
     venv_bytes = 0 if facts.get("venv") else CUDA_VENV_BYTES if needs.gpus else CPU_VENV_BYTES
+    run_bytes = GPU_RUN_BYTES if needs.gpus else CPU_RUN_BYTES
     purpose = f"{gib(venv_bytes)} for the venv and " if venv_bytes else ""
-    wanted = f"{gib(free)} free, {purpose}{gib(RUN_BYTES)} for a run are the least"
+    wanted = f"{gib(free)} free, {purpose}{gib(run_bytes)} for a run are the least"
     grow = (
         f"make room (make prune; rm -r old runs), or on the host: pct resize {needs.container_id} rootfs "
         f"+{max(1, round((COMFORTABLE_BYTES - free) / 2**30))}G"
     )
     inodes = number(facts.get("inodes_free"))
-    if free < venv_bytes + RUN_BYTES:
+    if free < venv_bytes + run_bytes:
         yield Finding("disk", "error", wanted, "the venv or a checkpoint would not fit", grow)
     elif inodes is not None and inodes < LEAST_INODES:
         yield Finding(
