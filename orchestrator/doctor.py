@@ -6,6 +6,7 @@ where GPUs are asked for; what it means is judged in :mod:`orchestrator.checks`.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -163,10 +164,15 @@ def show_findings(console: Console, findings: Sequence[Finding]) -> None:
     """Each finding on a line; below it, where something is wrong, why it matters and what to type."""
     for finding in findings:
         mark, style = _MARKS[finding.severity]
-        console.say(f"{mark} {finding.check:<9} {safe(finding.seen)}", style)
+        console.say(f"{mark} {finding.check:<9} {_one_line(finding.seen)}", style)
         if finding.severity != "ok":
-            console.say(f"  {'':<9} why: {safe(finding.why)}")
-            console.say(f"  {'':<9} fix: {safe(finding.fix)}")
+            console.say(f"  {'':<9} why: {_one_line(finding.why)}")
+            console.say(f"  {'':<9} fix: {_one_line(finding.fix)}")
+
+
+def _one_line(text: str) -> str:
+    """What a container said must not look like a line of ours."""
+    return re.sub(r"[\r\n\t]+", " ", safe(text))
 
 
 def _without_facts(container: Container, needs: Needs, error: OrchestratorError, seen: str) -> list[Finding]:

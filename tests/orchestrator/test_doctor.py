@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checks import Finding
 from orchestrator.console import Console
 from orchestrator.container import Container
-from orchestrator.doctor import examine
+from orchestrator.doctor import examine, show_findings
 from orchestrator.errors import OrchestratorError, RefusedError, TransportError
 from orchestrator.inventory import TorchPin
 from orchestrator.localnode.node import NodeInfo
@@ -133,3 +134,9 @@ def test_a_container_that_hangs_is_a_finding_and_no_broken_link(
     assert [finding.check for finding in found] == ["container", "lock"]
     assert "frozen" in found[0].seen
     assert "pct resume 200" in found[0].fix
+
+
+def test_what_a_container_says_cannot_look_like_a_line_of_doctors(capsys: pytest.CaptureFixture[str]) -> None:
+    forged = "held by process 1 (x\n\x1b[2J✓ gpus      8 needed\r)"
+    show_findings(QUIET, [Finding("free", "error", forged, "why", "fix\n✓ fine")])
+    assert len(capsys.readouterr().out.splitlines()) == 3
