@@ -197,15 +197,20 @@ def _show_each(
     }
     show = None if as_json else console.open_table(widths)
     began = time.monotonic()
-    for outcome in on_each(destinations, work, lambda text: console.line(f"  {text}")):
-        outcomes.append(outcome)
-        if show is not None:
-            cells = (
-                row(outcome.result)
-                if outcome.result is not None
-                else (f"error: {outcome.error and outcome.error.message}",)
-            )
-            show((outcome.destination.host_name, outcome.destination.container_id, *cells))
+    try:
+        for outcome in on_each(destinations, work, lambda text: console.line(f"  {text}")):
+            outcomes.append(outcome)
+            if show is not None:
+                cells = (
+                    (f"error: {outcome.error.message}",) if outcome.error else _row_of(outcome.result, row)
+                )
+                show((outcome.destination.host_name, outcome.destination.container_id, *cells))
+    except KeyboardInterrupt:
+        console.line(
+            f"\ninterrupted: {len(outcomes)} of {len(destinations)} had answered. What was asked of the others may go "
+            "on there; nothing half-done is used."
+        )
+        raise typer.Exit(130) from None
     failed = sum(outcome.error is not None for outcome in outcomes)
     console.line(
         f"{'!' if failed else '✓'} {name:<7} {len(outcomes)} container{'' if len(outcomes) == 1 else 's'}"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ from orchestrator.inventory import Destination, load_inventory
 from orchestrator.localnode import node
 from orchestrator.localnode.server import ServerOptions
 from orchestrator.targets import select
-from tests.orchestrator.test_cli import orchestrator
+from tests.orchestrator.test_cli import REPOSITORY, orchestrator
 
 SSHD = ServerOptions(max_sessions=10, max_startups=10)
 
@@ -145,6 +148,32 @@ def test_a_run_is_asked_of_one_container(hosts: Path) -> None:
     done = orchestrator("status", "--all", "20261130-101010-abcdef", inventory=hosts)
     assert done.returncode == 2
     assert "which one has" in done.stderr
+
+
+def test_ctrl_c_ends_it_at_once_and_says_how_far_it_was(with_bad_hosts: Path) -> None:
+    content = yaml.safe_load(with_bad_hosts.read_text())
+    content["hosts"]["silent"]["connect_timeout_s"] = 60
+    with_bad_hosts.write_text(yaml.safe_dump(content))
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "status",
+        "--all",
+        "--inventory",
+        str(with_bad_hosts),
+    ]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("host\t")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted:" in said
+    assert "of 7 had answered" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
