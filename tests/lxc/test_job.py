@@ -169,6 +169,23 @@ def test_stop_leaves_no_process_of_a_tree_that_does_not_want_to_end(agent: Agent
     assert lxc.pids("stubborn") == []
 
 
+def test_where_no_systemd_runs_a_job_outlives_its_ssh_server_too_and_is_stopped_wholly(
+    agent: Agent, bed: Bed, lxc: Lxc
+) -> None:
+    lxc.run(["mv", "/run/systemd/container", "/run/systemd/no-container"])
+    try:
+        run_id = start(agent, STUBBORN.replace("child(moved)", ""))
+        until(lambda: len(lxc.pids("stubborn")) == STUBBORN_PROCESSES - 1)
+        assert "dflash" not in lxc.run(["cat", f"/proc/{state_of(agent, run_id)['pid']}/cgroup"]).stdout
+        bed.sshd.stop()
+        bed.sshd.start()
+        assert state_of(agent, run_id)["state"] == "running"
+        assert end(agent, run_id)["state"] == "stopped"
+        assert lxc.pids("stubborn") == []
+    finally:
+        lxc.run(["mv", "/run/systemd/no-container", "/run/systemd/container"])
+
+
 def test_stop_ends_what_a_killed_supervisor_left_at_once_and_the_run_is_lost(agent: Agent, lxc: Lxc) -> None:
     run_id = start(agent, STUBBORN)
     until(lambda: len(lxc.pids("stubborn")) == STUBBORN_PROCESSES)
