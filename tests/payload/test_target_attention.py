@@ -106,28 +106,28 @@ def test_compiled_layers_have_the_features_of_plain_ones_and_share_their_graphs(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("llama", {}), ("qwen2", SLIDING)])
-def test_on_a_gpu_packed_documents_have_the_features_they_have_alone(
+def test_on_a_gpu_packed_features_are_as_close_to_exact_ones_as_those_of_the_dense_mask(
     family: str, changes, dtype: torch.dtype, compiled: bool
 ) -> None:
     torch._dynamo.reset()
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, **changes}
-    model = tiny_model(family, **sizes, **({} if family == "qwen2" else {"head_dim": 32})).cuda()
-    target = Target(model.to(dtype), compiled)
+    if family != "qwen2":
+        sizes["head_dim"] = 32
     ids, documents = packed_rows(3, 700)
     positions = positions_of(documents)
-    packed = target.features(
-        ids.cuda(), LAYERS, document_ids=documents.cuda(), position_ids=positions.cuda()
-    ).cpu()
-    reference = Target(tiny_model(family, **sizes, **({} if family == "qwen2" else {"head_dim": 32})))
-    for row in range(3):
-        for document in documents[row].unique().tolist():
-            own = documents[row] == document
-            if document >= 0:
-                with torch.no_grad():
-                    states = reference.model(ids[row, own][None], output_hidden_states=True).hidden_states
-                expected = torch.cat([states[layer + 1] for layer in LAYERS], dim=-1)[0]
-                error = (packed[row, own].float() - expected).norm() / expected.norm()
-                assert error < (1e-2 if dtype == torch.float32 else 5e-2)
+
+    def error(dtype: torch.dtype, device: str, compiled: bool) -> float:
+        target = Target(tiny_model(family, **sizes).to(device, dtype), compiled)
+        where = {"document_ids": documents.to(device), "position_ids": positions.to(device)}
+        features = target.features(ids.to(device), LAYERS, **where).cpu().double()
+        return float(((features - exact)[documents >= 0]).norm() / exact[documents >= 0].norm())
+
+    exact = Target(tiny_model(family, **sizes).double()).features(
+        ids, LAYERS, document_ids=documents, position_ids=positions
+    )
+    # Random weights of this size make bfloat16 itself several percent off.
+    allowed = 1e-2 if dtype == torch.float32 else 1.3 * error(dtype, "cpu", False)
+    assert error(dtype, "cuda", compiled) < allowed
 
 
 @pytest.mark.gpu
