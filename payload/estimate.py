@@ -31,8 +31,8 @@ _OUTSIDE_TORCH = 1 << 30
 """CUDA's context, cuBLAS's workspaces and NCCL's buffers."""
 _FRAGMENTS = 0.04
 """Of torch's memory, what its allocator holds and cannot use."""
-_CHUNK_ROWS = 4096
-"""Rows of logits alive at once: `payload.drafter.loss.LossConfig.chunk_rows`."""
+CHUNK_ROWS = 5120
+"""Rows of logits alive at once: `payload.drafter.loss.LossConfig.chunk_rows`, which the desk cannot import."""
 _MASTER_BYTES, _MOMENT_BYTES, _GRADIENT_BYTES = 4, 8, 4
 
 
@@ -110,11 +110,16 @@ class _Sizes:
         """The most that is alive inside one layer of the target: its input, its MLP's input, gate, up and product."""
         return self.tokens * (2 * self.target.hidden_size + 3 * self.target.intermediate_size) * self.item
 
+    def features(self, micro_batches: int) -> Term:
+        """Features made or received ahead, and those in use."""
+        many = "es" if micro_batches > 1 else ""
+        return Term(f"features of {micro_batches} micro-batch{many}", micro_batches * self.message)
+
     def target_alone(self) -> list[Term]:
         prefetch = self.recipe.train.prefetch
         return [
             Term("weights", self.target.parameters * self.item),
-            Term(f"features of {prefetch + 1} micro-batches", (prefetch + 1) * self.message),
+            self.features(prefetch + 1),
             Term("activations of one layer", self.layer_of_target),
         ]
 
@@ -123,7 +128,7 @@ class _Sizes:
         return [
             Term("the target's embedding and head", self.tables),
             *self.drafter_state(),
-            Term(f"features of {prefetch + 1} micro-batches", (prefetch + 1) * self.message),
+            self.features(prefetch + 1),
             *self.drafter_step(),
         ]
 
@@ -134,23 +139,32 @@ class _Sizes:
         return [
             Term("the target's weights", self.target.parameters * self.item),
             *self.drafter_state(),
-            Term(f"features of {shared} micro-batches", shared * self.message),
+            self.features(shared),
             # The two halves of a step take turns.
             *(step if _total(step) >= self.layer_of_target else [Term("activations", self.layer_of_target)]),
         ]
 
     def drafter_state(self) -> list[Term]:
-        """What lives through all steps, but for the gradients, which a step makes and clears."""
+        """What lives through all steps."""
         weights = drafter_parameters(self.config)
         share = len(self.recipe.topology.drafters) if self.recipe.train.shard == "fsdp2" else 1
         return [
             Term("master weights, fp32", weights * _MASTER_BYTES // share),
             Term("AdamW's moments, fp32", weights * _MOMENT_BYTES // share),
-            Term("gradients, fp32", weights * _GRADIENT_BYTES // share),
+            *(
+                [Term("gradients, fp32", weights * _GRADIENT_BYTES // share)]
+                if self._gradients_outlive
+                else []
+            ),
+            *(
+                [Term("the head twice in FP8", 2 * self._head_numbers)]
+                if "head" in self.recipe.train.fp8
+                else []
+            ),
         ]
 
     def drafter_step(self) -> list[Term]:
-        """What a step adds: weights in the type of the computation, and what its backward pass reads again."""
+        """What a step adds at its peak, when the backward pass begins or the last logits are there."""
         config, item = self.config, self.item
         weights = drafter_parameters(config)
         queries = config.num_attention_heads * config.head_dim
@@ -160,15 +174,36 @@ class _Sizes:
         of_slot = 2 * config.hidden_size + 2 * queries + 2 * keys + 2 * config.intermediate_size
         of_token = 2 * keys
         saved = config.num_layers * (of_slot * self.slots + of_token * self.tokens)
-        # Logits in the computation's type and their slope in fp32.
-        logits = min(_CHUNK_ROWS, self.slots) * config.vocab_size * (item + 4)
         return [
             Term("weights in the computation's type", weights * item if item < _MASTER_BYTES else 0),
             Term("a copy of the features that are finite", self.message),
             Term("activations", saved * item),
-            Term("logits of one chunk and their slope", logits),
             Term("the head's gradient for hidden states", self.slots * config.hidden_size * item),
+            max(self._logits, self._backward_of_one_layer, key=lambda term: term.size_bytes),
         ]
+
+    @property
+    def _gradients_outlive(self) -> bool:
+        """Whether gradients outlive a backward pass: between micro-batches, and in DDP's buckets."""
+        return self.recipe.train.accumulation > 1 or len(self.recipe.topology.drafters) > 1
+
+    @property
+    def _head_numbers(self) -> int:
+        return self.target.vocab_size * self.target.hidden_size
+
+    @property
+    def _logits(self) -> Term:
+        """Of one chunk; their slope takes their place, but a divergence is computed beside them in fp32."""
+        item = self.item + (4 * 4 + self.item if self.recipe.loss.kind == "kl" else 0)
+        return Term("logits of one chunk", min(CHUNK_ROWS, self.slots) * self.config.vocab_size * item)
+
+    @property
+    def _backward_of_one_layer(self) -> Term:
+        """Gradients of its output, of SwiGLU's product, gate and up, the product itself, and of its weights."""
+        config = self.config
+        rows = self.slots * (config.hidden_size + 4 * config.intermediate_size) * self.item
+        one_layer = drafter_parameters(config) // config.num_layers
+        return Term("backward pass of one layer", rows + one_layer * _GRADIENT_BYTES)
 
 
 def drafter_config(recipe: Recipe, target: TargetShape) -> DrafterConfig:

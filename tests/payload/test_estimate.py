@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from payload.demo.target import demo_config
+from payload.drafter.loss import LossConfig
 from payload.drafter.model import DFlashDrafter
-from payload.estimate import drafter_config, drafter_parameters, estimate
+from payload.estimate import CHUNK_ROWS, drafter_config, drafter_parameters, estimate
 from payload.recipe import Recipe, load_recipe
 from payload.target_shape import PUBLISHED, TargetShape, shape_of
 from payload.trainer.program import supply_shape
@@ -77,3 +78,32 @@ def test_sharding_divides_the_state_among_the_drafters() -> None:
     )
     assert sharded["AdamW's moments, fp32"] == whole["AdamW's moments, fp32"] // 3
     assert sharded["activations"] == whole["activations"]
+
+
+def test_a_measured_step_is_met_within_fifteen_percent() -> None:
+    # benchmarks.step --shape large on one H200, torch 2.11: allocated at the peak; its features are one micro-batch's.
+    measured_bytes = 35.2 * 2**30
+    _, drafter = estimate(qwen3_8b([0], [1]), shape_of("Qwen/Qwen3-8B"))
+    terms = {term.name: term.size_bytes for term in drafter.terms}
+    waiting = terms["features of 3 micro-batches"] * 2 // 3
+    assert drafter.allocated_bytes - waiting == pytest.approx(measured_bytes, rel=0.15)
+
+
+def test_the_chunk_of_logits_is_the_losss_own() -> None:
+    assert LossConfig().chunk_rows == CHUNK_ROWS
+
+
+def test_gradients_count_where_they_outlive_the_backward_pass() -> None:
+    target = shape_of("Qwen/Qwen3-8B")
+
+    def held(recipe: Recipe) -> bool:
+        return any(term.name == "gradients, fp32" for one in estimate(recipe, target) for term in one.terms)
+
+    assert not held(qwen3_8b([0], [0]))
+    assert held(qwen3_8b([0], [0], train__accumulation=2))
+    assert held(qwen3_8b([0], [1, 2]))
+
+
+def test_a_48_gb_card_trains_the_recipes_drafter_and_holds_its_target() -> None:
+    for one in estimate(load_recipe("qwen3-8b"), shape_of("Qwen/Qwen3-8B")):
+        assert 48 in one.cards
