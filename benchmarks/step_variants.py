@@ -15,18 +15,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from payload.drafter import attention, loss, model
+from payload.drafter import fp8, loss, model, products
 from payload.drafter.row_slope import RowSlope, narrowed, reference_row_slope
 from payload.trainer import program
 
 
-def _separate(x: Tensor, *maps: model.Linear, product: model.Product = F.linear) -> tuple[Tensor, ...]:
-    return tuple(product(x, one.weight.to(x.dtype)) for one in maps)
+def _separate(x: Tensor, *maps: model.Linear) -> tuple[Tensor, ...]:
+    return tuple(products.linear(x, one.weight) for one in maps)
+
+
+def _gate_and_up_at_once(mlp: model.MLP, x: Tensor) -> Tensor:
+    both = products.linear(x, mlp.gate_proj.weight, mlp.up_proj.weight)
+    gate, up = both.chunk(2, dim=-1)
+    return mlp.product(F.silu(gate) * up, mlp.down_proj.weight)
 
 
 def _plain_row_slope(logits: Tensor, labels: Tensor, narrow: bool = False) -> RowSlope:
     found = reference_row_slope(logits, labels)
     return found._replace(slope=narrowed(found.slope)) if narrow else found
+
+
+def _narrow_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grad.T @ x).to(dtype)
 
 
 def _every_row(embeddings: model.BlockEmbeddings) -> Tensor:
@@ -63,8 +73,19 @@ def _patch(owner: Any, name: str, value: Any) -> Callable[[], Any]:
 
 LEVERS: dict[str, tuple[str, tuple[Callable[[], Any], ...]]] = {
     "joined": (
-        "one product for q, k and v, for gate and up, for the context's k and v",
+        "one product for q, k and v, and for the context's k and v",
         (_patch(model, "joined", _separate),),
+    ),
+    "two-gates": (
+        "gate and up are two products, so that no kernel writes their gradients as halves of one matrix",
+        (_patch(model.MLP, "trained", _gate_and_up_at_once),),
+    ),
+    "wide-gradients": (
+        "gradients of weights are written in fp32 by their products",
+        (
+            _patch(products, "weight_gradient", _narrow_gradient),
+            _patch(fp8, "weight_gradient", _narrow_gradient),
+        ),
     ),
     "mask-once": (
         "the first layer projects the mask's row once",
@@ -84,10 +105,6 @@ LEVERS: dict[str, tuple[str, tuple[Callable[[], Any], ...]]] = {
     "keep-less": (
         "cheap operations are computed again in the backward pass",
         (_patch(program, "_keep_less", nullcontext),),
-    ),
-    "attention-options": (
-        "flex_attention's tiles, warps and stages as tuned",
-        (_patch(attention, "TUNED", {}),),
     ),
 }
 """Lever -> what it does, and the patches that take it back."""

@@ -11,7 +11,7 @@ Two fences:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,33 +49,19 @@ def dense_score_bytes(query: Tensor, key: Tensor) -> int:
     return query[..., 0].numel() * key.shape[-2] * SCORE_BYTES
 
 
-def compiled_flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_mask: BlockMask,
-    kernel_options: Mapping[str, Any] | None = None,
-) -> Tensor:
+def compiled_flex_attention(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
     """Attention [B, heads, Q, D] of ``query[B, heads, Q, D]`` over ``key, value[B, kv heads, KV, D]``, compiled.
 
-    ``kernel_options`` are flex_attention's own: tile sizes, warps and stages of its kernels. Inside a larger compiled
-    graph the call becomes a part of it. Raises DenseAttentionError when it would run in any other way: see
-    :func:`refuse_settings`; shapes that have no kernel; too many recompilations.
+    Inside a larger compiled graph the call becomes a part of it. Raises DenseAttentionError when it would run in any
+    other way: see :func:`refuse_settings`; shapes that have no kernel; too many recompilations.
     """
     grouped = query.shape[1] != key.shape[1]
-    options: Any = dict(kernel_options) if kernel_options else None
     if torch.compiler.is_compiling():
-        return _tensor(
-            flex_attention(
-                query, key, value, block_mask=block_mask, enable_gqa=grouped, kernel_options=options
-            )
-        )
+        return _tensor(flex_attention(query, key, value, block_mask=block_mask, enable_gqa=grouped))
     _refuse_shapes(query, key, value)
     refuse_settings(query, key)
     try:
-        return _tensor(
-            _compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped, kernel_options=options)
-        )
+        return _tensor(_compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped))
     except FailOnRecompileLimitHit:
         raise DenseAttentionError(
             query, key, *_recompile_limit(torch._dynamo.config.recompile_limit)

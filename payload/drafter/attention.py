@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,23 +30,6 @@ def kernel_of(mask: Tensor | BlockMask | None) -> Kernel:
     return "flex" if isinstance(mask, BlockMask) else "dense"
 
 
-# Options of flex_attention's kernels, by compute capability and head size, where others than torch's own choice
-# were measured to be faster at a drafter's masks. Their tiles must divide those of the mask.
-TUNED: dict[tuple[tuple[int, int], int], dict[str, Any]] = {}
-
-
-def kernel_options(query: Tensor) -> dict[str, Any]:
-    """The options for queries [B, heads, Q, D] in half precision on their device; empty leaves the choice to torch."""
-    if not query.is_cuda or query.dtype.itemsize > 2:
-        return {}
-    return TUNED.get((_capability(query.device.index or 0), query.shape[-1]), {})
-
-
-@torch.compiler.assume_constant_result
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Attention of ``query[B, heads, Q, D]`` over ``key, value[B, kv heads, KV, D]``, scaled by D ** -0.5.
 
@@ -54,7 +37,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask |
     (sees all). Heads share keys in groups without copies of them. Returns [B, heads, Q, D].
     """
     if isinstance(mask, BlockMask):
-        return compiled_flex_attention(query, key, value, mask, kernel_options(query))
+        return compiled_flex_attention(query, key, value, mask)
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1]
     )

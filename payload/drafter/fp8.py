@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from payload.drafter.products import weight_gradient
 from payload.errors import PayloadError
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -60,7 +61,7 @@ def fp8_head(weight: Tensor) -> Fp8Head:
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x[..., K] @ weight[N, K].T`` with e4m3 operands, and e5m2 for the gradient of ``x``."""
+    """`products.linear` with e4m3 operands, and e5m2 for the gradient that comes back."""
     out: Tensor = _Fp8Linear.apply(x.flatten(0, -2), weight)
     return out.unflatten(0, x.shape[:-1])
 
@@ -70,6 +71,7 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         narrow = scaled(weight, VALUES)
         ctx.save_for_backward(x, *narrow)
+        ctx.dtype = weight.dtype
         return product(scaled(x, VALUES), narrow, x.dtype, precise=False)
 
     @staticmethod
@@ -77,7 +79,8 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, values, scale = ctx.saved_tensors
         transposed = Scaled(values.T.contiguous(), scale)
-        return product(scaled(grad, GRADIENTS), transposed, x.dtype, precise=True), grad.T @ x
+        into_x = product(scaled(grad, GRADIENTS), transposed, x.dtype, precise=True)
+        return into_x, weight_gradient(grad, x, ctx.dtype)
 
 
 def require_sizes(part: str, *sizes: int) -> None:

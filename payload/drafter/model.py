@@ -15,7 +15,7 @@ the architecture: z-lab/dflash ``dflash/model.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -27,6 +27,7 @@ from payload.drafter.attention import attend
 from payload.drafter.config import DrafterConfig, block_is_causal, layer_window
 from payload.drafter.fp8 import fp8_linear, require_sizes
 from payload.drafter.masks import Mask
+from payload.drafter.products import Product, linear
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -59,14 +60,9 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""``x[..., K] @ weight[N, K].T``"""
-
-
-def joined(x: Tensor, *maps: Linear, product: Product = F.linear) -> tuple[Tensor, ...]:
+def joined(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
     """The output of each of several maps of ``x``, in one matrix product."""
-    weight = torch.cat([one.weight.to(x.dtype) for one in maps])
-    return product(x, weight).split([one.out_features for one in maps], dim=-1)
+    return linear(x, *(one.weight for one in maps)).split([one.out_features for one in maps], dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -91,15 +87,18 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-        self.product: Product = F.linear
+        self.product: Product = linear
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-    def joined(self, x: Tensor) -> Tensor:
-        """`forward` as training computes it: one product for gate and up."""
-        gate, up = joined(x, self.gate_proj, self.up_proj, product=self.product)
-        return self.product(F.silu(gate) * up, self.down_proj.weight.to(x.dtype))
+    def trained(self, x: Tensor) -> Tensor:
+        """`forward` in the products that training chose.
+
+        Gate and up are two: their gradients as halves of one matrix cost more than the shared product saves.
+        """
+        gate, up = self.product(x, self.gate_proj.weight), self.product(x, self.up_proj.weight)
+        return self.product(F.silu(gate) * up, self.down_proj.weight)
 
 
 class Attention(nn.Module):
@@ -192,8 +191,8 @@ class Layer(nn.Module):
         )
         if drafted_only:
             found, own = drafted_slots(found, block_size), drafted_slots(own, block_size)
-        own = own + attention.o_proj(found)
-        return own + self.mlp.joined(self.post_attention_layernorm(own))
+        own = own + linear(found, attention.o_proj.weight)
+        return own + self.mlp.trained(self.post_attention_layernorm(own))
 
     def reference(
         self, hidden: Tensor, context: Tensor, block_rotary: Rotary, all_rotary: Rotary, mask: Mask
@@ -259,23 +258,16 @@ class DFlashDrafter(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     def forward(
-        self,
-        features: Tensor,
-        context_positions: Tensor,
-        embeddings: BlockEmbeddings,
-        block_positions: Tensor,
-        mask: dict[str, Mask],
+        self, features: Tensor, embeddings: BlockEmbeddings, rotary: Rotary, mask: dict[str, Mask]
     ) -> Tensor:
         """Hidden states of the drafted slots (all but slot 0 of each block) after the final norm, [B, A, K - 1, H], in
         the dtype of ``embeddings``.
 
-        ``features[B, S, n*H]``; ``context_positions[B, S]`` and ``block_positions[B, A*K]`` int64, positions
-        inside the document; ``mask`` one for each layer type (`masks.build_masks`).
+        ``features[B, S, n*H]``; ``rotary`` of the positions [B, S + A*K] of context and blocks (`rotary_table`);
+        ``mask`` one for each layer type (`masks.build_masks`).
         """
         embeddings = BlockEmbeddings(*embeddings)
-        context = self.project_context(features.to(embeddings.mask.dtype))
-        positions = torch.cat([context_positions, block_positions], dim=1)
-        rotary = rotary_table(positions, self.config, context.dtype)
+        context = self.hidden_norm(linear(features.to(embeddings.mask.dtype), self.fc.weight))
         hidden: Tensor | BlockEmbeddings = embeddings
         last = self.config.num_layers - 1
         for index, layer in enumerate(self._typed_layers()):
@@ -324,17 +316,13 @@ class DFlashDrafter(nn.Module):
 def reference_hidden(
     drafter: DFlashDrafter,
     features: Tensor,
-    context_positions: Tensor,
     embeddings: BlockEmbeddings,
-    block_positions: Tensor,
+    rotary: Rotary,
     mask: dict[str, Mask],
 ) -> Tensor:
     """`DFlashDrafter.forward` written plainly: every slot through every layer, each map by itself."""
     size = drafter.config.block_size
     context = drafter.project_context(features.to(embeddings.mask.dtype))
-    rotary = rotary_table(
-        torch.cat([context_positions, block_positions], dim=1), drafter.config, context.dtype
-    )
     start = context.shape[1]
     block_rotary = (rotary[0][:, start:], rotary[1][:, start:])
     hidden = embeddings.spread(embeddings.rows(), size)
@@ -349,7 +337,10 @@ def drafted_slots(x: Tensor, block_size: int) -> Tensor:
 
 
 def rotary_table(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines [B, L, 1, D] of ``positions[B, L]``, computed in fp32 (RoPE, arXiv 2104.09864)."""
+    """Cosines and sines [B, L, 1, D] of ``positions[B, L]``, computed in fp32 (RoPE, arXiv 2104.09864).
+
+    Training makes them outside its compiled graph, which would compute them anew for every head that they turn.
+    """
     exponent = (
         torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     )

@@ -13,7 +13,7 @@ from payload.drafter.config import DrafterConfig
 from payload.drafter.fp8 import Fp8Head
 from payload.drafter.loss import LossConfig, block_labels, draft_loss
 from payload.drafter.masks import Mask, build_masks
-from payload.drafter.model import BlockEmbeddings
+from payload.drafter.model import BlockEmbeddings, Rotary, rotary_table
 
 
 class TokenBatch(Protocol):
@@ -31,11 +31,11 @@ class TokenBatch(Protocol):
 
 
 class BlockInputs(NamedTuple):
-    """What the blocks of a batch are: embeddings, positions [B, A*K], a mask for each layer type, labels [B, A, K]
-    and which of them count [B, A, K]."""
+    """What the blocks of a batch are: embeddings, rotary tables of context and blocks, a mask for each layer type,
+    labels [B, A, K] and which of them count [B, A, K]."""
 
     embeddings: BlockEmbeddings
-    positions: Tensor
+    rotary: Rotary
     masks: dict[str, Mask]
     labels: Tensor
     counted: Tensor
@@ -77,7 +77,7 @@ def drafter_loss(
     inputs = block_inputs(
         config, embedding_weight, batch, anchors, features.dtype, kernel_for(features.device)
     )
-    hidden = drafter(features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+    hidden = drafter(features, inputs.embeddings, inputs.rotary, inputs.masks)
     return block_loss(config, hidden, head_weight, inputs, anchors, loss_config, teacher_hidden)
 
 
@@ -97,11 +97,12 @@ def block_inputs(
         anchors=embedding_weight[anchor_tokens].to(dtype).detach(),
         mask=embedding_weight[config.mask_token_id].to(dtype).detach(),
     )
-    positions = batch.position_ids.gather(1, anchors.positions)[:, :, None] + offsets
+    slots = batch.position_ids.gather(1, anchors.positions)[:, :, None] + offsets
+    positions = torch.cat([batch.position_ids, slots.flatten(1)], dim=1)
     labels, counted = block_labels(batch.input_ids, batch.loss_mask, batch.document_ids, anchors, size)
     return BlockInputs(
         embeddings=embeddings,
-        positions=positions.flatten(1),
+        rotary=rotary_table(positions, config, dtype),
         masks=build_masks(config, anchors, batch.document_ids, kernel),
         labels=labels,
         counted=counted,

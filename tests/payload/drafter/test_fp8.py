@@ -83,7 +83,7 @@ def test_feed_forward_layers_in_fp8_change_the_drafter_by_rounding_alone():
         MIXED, torch.randn(50, 32), batch, anchors_of(batch, 8), torch.bfloat16, kernel="dense"
     )
     features = torch.randn(2, 24, 64).bfloat16()
-    arguments = (features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+    arguments = (features, inputs.embeddings, inputs.rotary, inputs.masks)
     results = []
     for hidden in (drafter(*arguments), reference_hidden(drafter, *arguments)):
         drafter.zero_grad()

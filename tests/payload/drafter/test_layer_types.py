@@ -40,7 +40,7 @@ def test_a_new_type_is_trained_drafted_exported_and_named_by_a_recipe(new_type: 
     embedding = torch.randn(VOCABULARY, 16, dtype=torch.float64)
     inputs = block_inputs(config, embedding, batch, anchors, torch.float64, "dense")
     with torch.no_grad():
-        trained = drafter(features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+        trained = drafter(features, inputs.embeddings, inputs.rotary, inputs.masks)
     for block, anchor in enumerate(anchors.positions[0].tolist()):
         cache = drafter.new_cache(1, 20, torch.device("cpu"), torch.float64)
         positions = torch.arange(20 + config.block_size)[None]

@@ -28,7 +28,7 @@ def blocks(
     """What training computes of each block, [B, A, (K - 1) * H]."""
     inputs = block_inputs(drafter.config, embedding, batch, anchors, torch.float64, "dense")
     with torch.no_grad():
-        hidden = drafter(features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+        hidden = drafter(features, inputs.embeddings, inputs.rotary, inputs.masks)
     return hidden.flatten(2)
 
 

@@ -187,10 +187,10 @@ def test_a_change_of_any_input_moves_exactly_the_slots_that_may_see_it(layer_typ
 
     def run(features: torch.Tensor, anchor_embeddings: torch.Tensor) -> torch.Tensor:
         masks = {kind: mask.expand(count, -1, -1, -1) for kind, mask in inputs.masks.items()}
-        context, positions = batch.position_ids.expand(count, -1), inputs.positions.expand(count, -1)
+        rotary = tuple(table.expand(count, -1, -1, -1) for table in inputs.rotary)
         embeddings = BlockEmbeddings(anchor_embeddings, inputs.embeddings.mask)
         with torch.no_grad():
-            return drafter(features, context, embeddings, positions, masks).flatten(1, 2)
+            return drafter(features, embeddings, rotary, masks).flatten(1, 2)
 
     before = run(features, anchor_embeddings)
     for index in range(length):

@@ -93,7 +93,7 @@ def test_all_blocks_at_once_equal_each_block_drafted_alone(rule):
     features = torch.randn(2, 20, 32, dtype=torch.float64)
     embedding = torch.randn(VOCABULARY, 16, dtype=torch.float64)
     inputs = block_inputs(config, embedding, batch, anchors, torch.float64, "dense")
-    hidden = drafter(features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+    hidden = drafter(features, inputs.embeddings, inputs.rotary, inputs.masks)
     checked = 0
     for row in range(2):
         for block, anchor in enumerate(anchors.positions[row].tolist()):
@@ -117,7 +117,7 @@ def test_work_left_out_changes_neither_hidden_states_nor_gradients(rule):
     features = torch.randn(2, 24, 32, dtype=torch.float64)
     embedding = torch.randn(VOCABULARY, 16, dtype=torch.float64)
     inputs = block_inputs(config, embedding, batch, anchors_of(batch, 5), torch.float64, "dense")
-    arguments = (features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+    arguments = (features, inputs.embeddings, inputs.rotary, inputs.masks)
     results = []
     for hidden in (drafter(*arguments), reference_hidden(drafter, *arguments)):
         drafter.zero_grad()
@@ -189,7 +189,7 @@ def test_fp32_parameters_compute_in_the_dtype_of_the_activations_and_learn_in_fp
         config, torch.randn(VOCABULARY, 16), batch, anchors_of(batch, 3), torch.bfloat16, "dense"
     )
     features = torch.randn(2, 24, 32).bfloat16()
-    hidden = drafter(features, batch.position_ids, inputs.embeddings, inputs.positions, inputs.masks)
+    hidden = drafter(features, inputs.embeddings, inputs.rotary, inputs.masks)
     assert hidden.dtype == torch.bfloat16
     hidden.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in drafter.parameters())
