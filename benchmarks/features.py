@@ -1,6 +1,6 @@
 """The target's features: tokens a second of `TargetProgram.produce`, against transformers' own forward pass.
 
-    python -m benchmarks.features [--shape qwen3-8b|tiny] [--device cuda|cpu] [--repeats N] [--json]
+    python -m benchmarks.features [--shape qwen3-8b|tiny] [--device cuda|cpu] [--repeats N] [--profile] [--json]
 
 The baseline is the plain one: the model called with ``output_hidden_states`` and a boolean mask [B, 1, S, S] on the
 same batch, without logits, its hidden states picked afterwards. Random weights in the target's real shapes; random
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.made_up import Shape, write_target
-from benchmarks.timing import Timing, device_name, matmul_ceiling, peak_memory, timed
+from benchmarks.timing import Timing, device_name, longest_kernels, matmul_ceiling, peak_memory, timed
 from payload.data.batch import Batch, positions_of
 from payload.drafter.config import default_target_layer_ids
 from payload.recipe import TargetSpec
@@ -70,6 +70,7 @@ class Result:
     baseline_memory_bytes: int | None
     speedup: float
     error: float
+    longest_kernels_ms: dict[str, float]
 
 
 def packed_batch(layout: Layout, vocabulary: int, device: torch.device, seed: int = 0) -> Batch:
@@ -112,15 +113,17 @@ def useful_flops(config: Any, layer_ids: Sequence[int], document_ids: Tensor) ->
 
 
 @torch.no_grad()
-def measure(shape: Shape, device: torch.device, repeats: int, layouts: Sequence[Layout]) -> dict[str, Any]:
-    """All layouts of a shape on a device, as plain data."""
+def measure(
+    shape: Shape, device: torch.device, repeats: int, layouts: Sequence[Layout], profile: bool = False
+) -> dict[str, Any]:
+    """All layouts of a shape on a device, as plain data; with ``profile`` also the GPU's kernels of one run."""
     with tempfile.TemporaryDirectory(prefix="features-") as folder:
         spec = TargetSpec(str(write_target(Path(folder), shape)), random_weights=True)
         target = Target.load(spec, device, compiled=device.type == "cuda")
     layer_ids = default_target_layer_ids(target.config.num_hidden_layers, DRAFTER_LAYERS[shape])
     program = TargetProgram(target, layer_ids, with_teacher=False)
     ceiling = matmul_ceiling(device)
-    results = [_measure_layout(program, layout, device, repeats, ceiling) for layout in layouts]
+    results = [_measure_layout(program, layout, device, repeats, ceiling, profile) for layout in layouts]
     return {
         "torch": torch.__version__,
         "device": device_name(device),
@@ -134,7 +137,12 @@ def measure(shape: Shape, device: torch.device, repeats: int, layouts: Sequence[
 
 
 def _measure_layout(
-    program: TargetProgram, layout: Layout, device: torch.device, repeats: int, ceiling: float
+    program: TargetProgram,
+    layout: Layout,
+    device: torch.device,
+    repeats: int,
+    ceiling: float,
+    profile: bool,
 ) -> Result:
     target, layer_ids = program.target, program.layer_ids
     batch = packed_batch(layout, target.config.vocab_size, device)
@@ -165,6 +173,7 @@ def _measure_layout(
         baseline_memory_bytes=plain_memory,
         speedup=plain.median_ms / fast.median_ms,
         error=error,
+        longest_kernels_ms=longest_kernels(ours) if profile else {},
     )
 
 
@@ -186,6 +195,7 @@ def describe(found: dict[str, Any]) -> str:
             f"{one['baseline_tokens_per_s'] / 1e3:7.1f} Ktok/s{against}; ours is {one['speedup']:.2f} x as fast, "
             f"relative difference {one['error']:.1e}"
         )
+        lines += [f"      {ms:8.2f} ms  {name}" for name, ms in one["longest_kernels_ms"].items()]
     return "\n".join(lines)
 
 
@@ -195,11 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=list(LAYOUTS), help="qwen3-8b on a GPU, else tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU when there is one")
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--profile", action="store_true", help="the GPU's longest kernels as well")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shape: Shape = given.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
-    found = measure(shape, device, given.repeats, LAYOUTS[shape])
+    found = measure(shape, device, given.repeats, LAYOUTS[shape], given.profile)
     sys.stdout.write((json.dumps(found, indent=1) if given.json else describe(found)) + "\n")
 
 

@@ -69,6 +69,20 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def longest_kernels(work: Callable[[], object], count: int = 16) -> dict[str, float]:
+    """Milliseconds of a run's longest kernels on the GPU, by name; empty on a CPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    on_gpu = [
+        event for event in profiler.key_averages() if event.device_type != torch.autograd.DeviceType.CPU
+    ]
+    longest = sorted(on_gpu, key=lambda event: -event.self_device_time_total)[:count]
+    return {event.key[:100]: event.self_device_time_total / 1000 for event in longest}
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's name, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
