@@ -222,8 +222,8 @@ class Connection:
 
     def _check_that_the_host_lives(self, channel: paramiko.Channel) -> None:
         transport = channel.get_transport()
-        silent_s = transport.silent_for_s() if isinstance(transport, WatchedTransport) else 0.0
-        if silent_s > self.settings.silence_timeout_s:
+        if isinstance(transport, WatchedTransport) and transport.is_dead(self.settings.silence_timeout_s):
+            silent_s = transport.silent_for_s()
             # For every command on it: no answer will come to any, and none may wait to send.
             self.close()
             raise LinkLost(

@@ -29,11 +29,20 @@ class WatchedTransport(paramiko.Transport):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT_S * 1000)
         self._heard = _HeardSocket(sock)
+        self._asked_at = self._heard.at
         super().__init__(cast(socket.socket, self._heard), **options)
 
     def silent_for_s(self) -> float:
         """Seconds since the last byte from the peer. It says nothing unasked: see :meth:`ask_for_signs_of_life`."""
         return time.monotonic() - self._heard.at
+
+    def is_dead(self, silence_timeout_s: float) -> bool:
+        """Whether the peer has been silent for so long, although it was asked.
+
+        Time in which the desk itself stood still (Ctrl-Z) does not count: nothing was asked then.
+        """
+        unanswered_s = time.monotonic() - self._asked_at if self._asked_at > self._heard.at else 0.0
+        return unanswered_s > silence_timeout_s - silence_timeout_s / _ASKED_BEFORE_GIVEN_UP
 
     def ask_for_signs_of_life(self, silence_timeout_s: float) -> None:
         """From now on, ask whenever a third of ``silence_timeout_s`` has passed in silence."""
@@ -43,6 +52,7 @@ class WatchedTransport(paramiko.Transport):
             while self.is_active():
                 time.sleep(max(0.1, every_s - self.silent_for_s()))
                 if self.silent_for_s() >= every_s:
+                    self._asked_at = time.monotonic()
                     with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
                         # Every server answers, be it with a refusal (RFC 4254, 4). Returns when the transport ends.
                         self.global_request("keepalive@openssh.com", wait=True)

@@ -224,6 +224,25 @@ def test_a_log_that_stalls_is_read_on_when_the_link_is_back(
     assert "The job is not touched by that" in told[0]
 
 
+def test_a_desk_that_stood_still_goes_on_and_does_not_blame_the_host(
+    agent: Agent, home: Path, inventory: Callable[..., Path]
+) -> None:
+    run_id = start(
+        agent, "import time\nfor number in range(80):\n    print(number, flush=True)\n    time.sleep(0.1)"
+    )
+    desk = Desk(home, inventory(host={"silence_timeout_s": SILENCE_TIMEOUT_S}), PRIVILEGED)
+    following = desk.open("logs", "--follow", run_id)
+    time.sleep(2)
+    # As Ctrl-Z does.
+    os.killpg(following.pid, signal.SIGSTOP)
+    time.sleep(2 * SILENCE_TIMEOUT_S)
+    os.killpg(following.pid, signal.SIGCONT)
+    stdout, stderr = following.communicate(timeout=60)
+    assert following.returncode == 0
+    assert stdout.split() == [str(number).encode() for number in range(80)]
+    assert b"silent" not in stderr
+
+
 def test_a_slow_link_is_not_taken_for_a_dead_one(over: Container, link: FaultyLink) -> None:
     link.lag_s = 0.15
     data = os.urandom(600_000)
