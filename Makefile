@@ -82,15 +82,19 @@ cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FING
 race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)
 	@$(VENV)/bin/python -m payload.compile.race $(if $(call given,GUARD),--guard '$(GUARD)') $(if $(call on,JSON),--json)
 
-.PHONY: bench-features bench-colocated bench-first-step bench-step
+.PHONY: bench-features bench-colocated bench-topology bench-link bench-first-step bench-step
 bench-step: $(VENV)/.dev ## One step of the drafter: its speed on a GPU; on a CPU, whether it equals the reference (ARGS=, JSON=1)
 	@$(VENV)/bin/python -m benchmarks.step $(if $(call on,JSON),--json) $(call given,ARGS)
-bench-features: $(VENV)/.dev ## Tokens a second of the target's features against transformers' own forward (JSON=1)
-	@$(VENV)/bin/python -m benchmarks.features $(if $(call on,JSON),--json)
+bench-features: $(VENV)/.dev ## Tokens a second of the target's features against transformers' own forward (PROFILE=1, JSON=1)
+	@$(VENV)/bin/python -m benchmarks.features $(if $(call on,PROFILE),--profile) $(if $(call on,JSON),--json)
 bench-first-step: $(VENV)/.dev ## The first training step cold, warmed and from a shipped artifact; what the guard costs (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.first_step $(if $(call on,JSON),--json)
 bench-colocated: $(VENV)/.dev ## Target and drafter on one device, each alone and together (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.colocated $(if $(call on,JSON),--json)
+bench-topology: $(VENV)/.dev ## A whole job with its roles on these ranks (TARGETS="0" DRAFTERS="1", SHAPE=, DOCUMENT=<tokens>, JSON=1)
+	@$(VENV)/bin/python -m benchmarks.topology $(if $(call given,TARGETS),--targets $(TARGETS)) $(if $(call given,DRAFTERS),--drafters $(DRAFTERS)) $(if $(call given,SHAPE),--shape '$(SHAPE)') $(if $(call given,DOCUMENT),--document '$(DOCUMENT)') $(if $(call on,JSON),--json)
+bench-link: $(VENV)/.dev ## Features and gradients between two ranks, and what a wait costs beside matrix products (JSON=1)
+	@$(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.link $(if $(call on,JSON),--json)
 
 .PHONY: bench-remote
 bench-remote: $(VENV)/.desk ## First deploy, deploy with nothing to do, script, logs, 64 containers; beside Ansible (QUICK=1: without; HOST=, CT=, INVENTORY=: there)

@@ -118,10 +118,11 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> 
     starts = (position_ids[0] == 0).nonzero()[:, 0].int()
     bounds = torch.cat([starts, starts.new_tensor([length])])
     longest = int((bounds[1:] - bounds[:-1]).max())
-    rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
 
     def run() -> Tensor:
-        out: Any = varlen_attn(*rows, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=True)
+        out: Any = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, **options)
         flat: Tensor = out
         return flat.transpose(0, 1)[None]
 

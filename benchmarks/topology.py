@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.made_up import JobResult, Shape, run_job, write_rows, write_target
 from payload.recipe import Recipe, recipe_from_dict
 from payload.trainer.program import drafter_config_for, supply_shape
@@ -172,23 +174,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--targets", type=int, nargs="+", default=[0])
     parser.add_argument("--drafters", type=int, nargs="+", default=[1])
-    parser.add_argument("--shape", choices=list(_SIZES), default="qwen3-8b")
+    parser.add_argument("--shape", choices=list(_SIZES), help="qwen3-8b on GPUs, else tiny")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--document", type=int, help="tokens of a sample; 550, or 50 of the tiny shape")
     parser.add_argument("--shard", choices=("ddp", "fsdp2"), default="ddp")
     parser.add_argument("--cpu", action="store_true", help="hide the GPUs")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    document = given.document or _SIZES[given.shape]["document"]
-    environment = {"CUDA_VISIBLE_DEVICES": ""} if given.cpu else {}
+    on_gpu = torch.cuda.is_available() and not given.cpu
+    shape: Shape = given.shape or ("qwen3-8b" if on_gpu else "tiny")
+    document = given.document or _SIZES[shape]["document"]
+    environment = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="topology-", dir=os.environ.get("TMPDIR")) as folder:
         root = Path(folder)
-        recipe = recipe_of(
-            given.shape, root, given.targets, given.drafters, given.steps, document, given.shard
-        )
+        recipe = recipe_of(shape, root, given.targets, given.drafters, given.steps, document, given.shard)
         result = measure(recipe, root, document, environment)
-    plain = json.dumps({"shape": given.shape, "document": document, **asdict(result)}, indent=1)
-    sys.stdout.write((plain if given.json else describe(result, given.shape, document)) + "\n")
+    plain = json.dumps({"shape": shape, "document": document, **asdict(result)}, indent=1)
+    sys.stdout.write((plain if given.json else describe(result, shape, document)) + "\n")
 
 
 if __name__ == "__main__":

@@ -59,3 +59,8 @@ def test_figures_name_their_source_and_others_replace_them(
     assert found["figures"]["drafter_ms_4x3072x512"] == FIGURES.drafter_ms_4x3072x512
     eight_gpus.main([])
     assert "| 5 + 3 |" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_the_script_prints() -> None:
+    page = eight_gpus.FIGURES_FILE.with_name("eight-gpus.md").read_text("utf-8")
+    assert eight_gpus.describe(FIGURES, SOURCES, 8, RECIPE) in page
