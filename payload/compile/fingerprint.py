@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -116,6 +117,14 @@ def triton_version() -> str:
         return ""
 
 
+def transformers_version() -> str:
+    """transformers' version, or an empty string where it is not installed."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def find_compiler() -> str | None:
     """The C++ compiler that inductor would call: ``CXX``, else g++; None when the machine has none."""
     return shutil.which(os.environ.get("CXX", "g++"))
@@ -138,8 +147,9 @@ def compiler_version() -> str:
 
 
 def sources_digest(payload_root: Path) -> str:
-    """16 hex digits over the names and contents of the compiled sources below ``payload_root``."""
-    digest = hashlib.sha256()
+    """16 hex digits over the names and contents of the compiled sources below ``payload_root``, and over transformers'
+    version, whose layers the target is made of."""
+    digest = hashlib.sha256(f"transformers {transformers_version()}\0".encode())
     for entry in COMPILED_SOURCES:
         path = payload_root / entry
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

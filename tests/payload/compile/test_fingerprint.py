@@ -71,5 +71,11 @@ def test_editing_a_compiled_source_changes_the_digest_and_editing_another_does_n
     assert sources_digest(tmp_path) != before
 
 
+def test_another_version_of_transformers_changes_the_digest_as_the_targets_layers_are_its(monkeypatch):
+    before = sources_digest(PAYLOAD_ROOT)
+    monkeypatch.setattr("payload.compile.fingerprint.transformers_version", lambda: "0.0")
+    assert sources_digest(PAYLOAD_ROOT) != before
+
+
 def test_every_compiled_source_that_is_listed_exists():
     assert [entry for entry in COMPILED_SOURCES if not (PAYLOAD_ROOT / entry).exists()] == []
