@@ -69,7 +69,12 @@ class Target:
             if spec.random_weights:
                 return cls(random_model(config, dtype, device), compiled)
             model, report = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **options
+                name,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                **options,
+                **(_unpacked() if spec.gguf_file is not None else {}),
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise PayloadError(
@@ -305,6 +310,19 @@ def _source(spec: TargetSpec) -> tuple[str, dict[str, Any]]:
         if folder.is_dir() and not (folder / spec.gguf_file).is_file():
             raise PayloadError(f"the target's folder {folder} holds no {spec.gguf_file}", kind="usage")
     return place_or_hub_name(spec.model), options
+
+
+def _unpacked() -> dict[str, Any]:
+    """Options that have a GGUF file's weights unpacked to plain tensors: drafters share the embedding and the head.
+
+    Newer transformers would keep them packed where it has kernels for that, which it looks for on the hub; older ones
+    always unpack.
+    """
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def _check_family(model_type: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 
-def write_gguf(path: Path, model: Any, tokenizer: Any = None) -> None:
-    """A llama model's weights in fp32, and a byte-level BPE tokenizer with its chat template."""
+def write_gguf(path: Path, model: Any, tokenizer: Any = None, packed: bool = False) -> None:
+    """A llama model's weights in fp32 (matrices in Q8_0 when ``packed``), and a byte-level BPE tokenizer with its chat template."""
     gguf = pytest.importorskip("gguf")
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, "llama")
@@ -49,7 +49,11 @@ def write_gguf(path: Path, model: Any, tokenizer: Any = None) -> None:
             prefix = f"blk.{layer}."
         if stem in heads:  # llama.cpp interleaves the rotary halves of a head
             tensor = tensor.view(heads[stem], 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(f"{prefix}{names[stem]}.weight", tensor.float().contiguous().numpy())
+        values, kind = tensor.float().contiguous().numpy(), None
+        if packed and values.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            values = gguf.quants.quantize(values, kind)
+        writer.add_tensor(f"{prefix}{names[stem]}.weight", values, raw_dtype=kind)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
     writer.write_header_to_file()
