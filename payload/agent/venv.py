@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ _VERIFY = Path(__file__).resolve().with_name("verify_venv.py")
 _VERIFY_TIMEOUT_S = 600.0
 _VERSION_TIMEOUT_S = 30.0
 _LOCK_WAIT_S = 2.0
+_LEAST_ROOM_BYTES = 16 * 1024 * 1024
 
 
 def venv(request: Request, events: Events) -> Json:
@@ -96,11 +98,22 @@ def _build(
         uv.install(building, requirements, requirement, backend, events.progress)
         requirements.unlink()
         record = _verify(building, torch, imports, events)
+        _check_room(building)
         durable.write_json(building / RECORD_FILE, record)
         durable.put_in_place(building, target)
         return record
     finally:
         durable.remove(building)
+
+
+def _check_room(venv_dir: Path) -> None:
+    """The imports of the verification have written bytecode, which a full disk cuts off: then no later import works."""
+    free_bytes = shutil.disk_usage(venv_dir).free
+    if free_bytes < _LEAST_ROOM_BYTES:
+        raise PayloadError(
+            f"the container's disk is full: {free_bytes >> 20} MiB are left beside the new venv",
+            "Free some space, then try again. The venv in use is untouched.",
+        )
 
 
 def _verify(venv_dir: Path, torch: TorchPin, imports: List[str], events: Events) -> Dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import http.server
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -286,6 +287,18 @@ def test_the_password_of_a_requirement_s_url_is_in_no_argument_and_in_no_file(
     changed = container.ask("venv", **{**asked, "requirements": line.replace("pa55", "other"), "check": True})
     assert changed.result is not None
     assert changed.result["venv"] == reply.result["venv"], "a new password is no new venv"
+
+
+def test_a_venv_that_fills_the_disk_is_not_used(container: FakeContainer, wheels: Path) -> None:
+    small = container.root / "venvs"
+    mount = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(small)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    try:
+        assert "disk is full" in container.error("venv", **request(wheels))["message"]
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_folders_of_wheels_may_have_any_name(container: FakeContainer, tmp_path: Path) -> None:
