@@ -10,7 +10,8 @@ import pytest
 
 
 def write_gguf(path: Path, model: Any, tokenizer: Any = None, packed: bool = False) -> None:
-    """A llama model's weights in fp32 (matrices in Q8_0 when ``packed``), and a byte-level BPE tokenizer with its chat template."""
+    """A llama model's weights, in fp32 or the matrices in Q8_0 (``packed``), and a byte-level BPE tokenizer with its
+    chat template."""
     gguf = pytest.importorskip("gguf")
     config, state = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, "llama")

@@ -1,4 +1,4 @@
-"""Something compiles after the first step: an error by default, an alarm and a count when the recipe lets it through."""
+"""Something compiles after the first step: an error by default, an alarm and a count when the recipe allows it."""
 
 from __future__ import annotations
 
