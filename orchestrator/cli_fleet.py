@@ -195,9 +195,9 @@ def _show_each(
         "ct": max(3, *(len(destination.container_id) for destination in destinations)),
         **columns,
     }
-    show = None if as_json else console.open_table(widths)
     began = time.monotonic()
     try:
+        show = None if as_json else console.open_table(widths)
         for outcome in on_each(destinations, work, lambda text: console.line(f"  {text}")):
             outcomes.append(outcome)
             if show is not None:

@@ -32,7 +32,6 @@ from orchestrator.liveness import WatchedTransport
 CONNECT_ATTEMPTS = 3
 MOST_SESSIONS = 8
 """Commands at a time on one connection: sshd allows ten (MaxSessions), and counts one for a moment after its end."""
-SESSION_ATTEMPTS = 6
 STDOUT_LIMIT_BYTES = 64 * 1024 * 1024
 _READ_BYTES = 256 * 1024
 _POLL_S = 0.25
@@ -241,27 +240,39 @@ class Connection:
     def _open_channel(self) -> paramiko.Channel:
         retrying = tenacity.Retrying(
             # sshd frees a session a moment after its client has closed it.
-            retry=tenacity.retry_if_exception_type(paramiko.ChannelException),
-            stop=tenacity.stop_after_attempt(SESSION_ATTEMPTS),
+            retry=tenacity.retry_if_exception_type(_SessionRefused),
+            stop=tenacity.stop_after_delay(self.settings.silence_timeout_s),
             wait=tenacity.wait_exponential_jitter(multiplier=0.05, max=1, jitter=0.2),
             reraise=True,
         )
         try:
-            return retrying(self._open().transport.open_session, timeout=self.settings.silence_timeout_s)
-        except paramiko.ChannelException as error:
+            return retrying(self._open_session)
+        except _SessionRefused as error:
             raise self._no_session(error) from error
         except (paramiko.SSHException, EOFError, OSError):
             # The connection died since its last use: nothing was sent on this channel, so a second try is safe.
             self._give_up()
         try:
-            return self._open().transport.open_session(timeout=self.settings.silence_timeout_s)
-        except (paramiko.SSHException, EOFError, OSError) as error:
+            return self._open_session()
+        except (_SessionRefused, paramiko.SSHException, EOFError, OSError) as error:
             raise self._no_session(error) from error
+
+    def _open_session(self) -> paramiko.Channel:
+        transport = self._open().transport
+        try:
+            return transport.open_session(timeout=self.settings.silence_timeout_s)
+        except paramiko.SSHException as error:
+            # Where several are refused at once, paramiko hands one thread the error of another, and that one a vague
+            # one: on a connection that lives, all of them are refusals.
+            if transport.is_active():
+                raise _SessionRefused(str(error)) from error
+            raise
 
     def _no_session(self, error: Exception) -> TransportError:
         self._give_up()
         return TransportError(
-            f"{self.name} refused another session: {error}.", "sshd's MaxSessions may be reached; try again."
+            f"{self.name} refused another session: {str(error) or type(error).__name__}.",
+            "sshd's MaxSessions may be reached; try again.",
         )
 
     def _open(self) -> fabric.Connection:
@@ -390,6 +401,10 @@ class _Retryable(TransportError):
     def __init__(self, message: str, hint: str, *, silent: bool) -> None:
         super().__init__(message, hint)
         self.silent = silent
+
+
+class _SessionRefused(Exception):
+    """The connection lives, and the host opens no further session on it now."""
 
 
 class _SinkFailed(Exception):
