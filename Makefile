@@ -107,7 +107,7 @@ test-slow: $(VENV)/.dev ## The tests that take minutes
 	@$(VENV)/bin/python -m pytest -q -m 'slow and not lxc' --timeout 900
 test-lxc: $(VENV)/.dev ## The tests on real OpenSSH, LXC and systemd (root; see tests/lxc/README.md; SLOW=1: with torch)
 	@$(VENV)/bin/python -m tests.lxc.rootfs
-	@$(VENV)/bin/python -m pytest -q -rs -n 2 --dist loadfile -m 'lxc$(if $(call on,SLOW),, and not slow)' tests/lxc
+	@$(VENV)/bin/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder -m 'lxc$(if $(call on,SLOW),, and not slow)' tests/lxc
 test-gpu: $(VENV)/.dev ## The tests that need a CUDA GPU
 	@$(VENV)/bin/python -m pytest -q -m gpu --timeout 600
 lint: $(VENV)/.dev ## ruff: lint and format

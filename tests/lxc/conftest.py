@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("timeout") is None:
                 # Of the test alone: the first one also waits for debootstrap.
                 item.add_marker(pytest.mark.timeout(240, func_only=True))
+    # The longest first, so that it does not run alone at the end.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")
