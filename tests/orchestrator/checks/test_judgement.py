@@ -1,4 +1,8 @@
-"""What recorded facts mean for a run. ``recorded/faults.json`` holds what differs from ``eight-gpus.json``."""
+"""What facts mean for a run.
+
+``recorded/cpu-node.json`` is what an agent answered. ``eight-gpus.json`` is written after it, nvidia-smi's output and
+Proxmox's configuration, for a container that no test has; ``faults.json`` holds what differs from that.
+"""
 
 from __future__ import annotations
 
