@@ -26,7 +26,8 @@ from orchestrator.cli_options import (
 )
 from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
-from orchestrator.errors import RefusedError, UsageError
+from orchestrator.errors import OrchestratorError, RefusedError, UsageError
+from orchestrator.fleet import Outcome, failure, on_each
 from orchestrator.inventory import DEFAULT_INVENTORY, Destination, load_inventory
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def deploy(
         return deployed.release, "was there" if deployed.already_there else "sent"
 
     if many := _several(host, ct, inventory, everything):
-        _show_each(
+        outcomes = _show_each(
             console,
             "deploy",
             many,
@@ -61,6 +62,7 @@ def deploy(
             {"release": 16, "": 9},
             row,
         )
+        _raise_worst(failure(outcomes, "`deploy`"))
         return
     with open_container(console, host, ct, inventory) as container, console.step("deploy") as report:
         report.outcome = "release " + " ".join(map(str, row(deploy_release(container, report, payload))))
@@ -84,7 +86,7 @@ def status(
             raise UsageError(
                 f"A run is in one container: which one has {run}?", "Name it: HOST=<name> CT=<id>."
             )
-        _show_each(
+        outcomes = _show_each(
             console,
             "status",
             many,
@@ -93,6 +95,7 @@ def status(
             overview,
             as_json=as_json,
         )
+        _raise_worst(failure(outcomes, "`status`"))
         return
     with open_container(console, host, ct, inventory) as container:
         found = container_status(Agent.current(container), run)
@@ -122,28 +125,27 @@ def doctor(
         return resolve_recipe(container.settings, recipe, override or ())
 
     if many := _several(host, ct, inventory, everything):
-        payload, unfit = Payload(), list[str]()
-
-        def row(examined: step.Examined) -> Sequence[object]:
-            if examined.worst == "error":
-                unfit.append(str(examined.destination))
-            return examined.worst, step.summary(examined.findings)
-
-        _show_each(
+        payload = Payload()
+        outcomes = _show_each(
             console,
             "doctor",
             many,
             lambda container: step.examine(container, recipe_for(container), _silent_report(), payload),
             {"worst": 7, "checks": 40},
-            row,
+            lambda examined: (examined.worst, step.summary(examined.findings)),
             as_json=as_json,
             as_data=step.Examined.as_json,
         )
-        if unfit:
-            raise RefusedError(
+        unfit = [str(o.destination) for o in outcomes if o.result is not None and o.result.worst == "error"]
+        _raise_worst(
+            failure(outcomes, "`doctor`"),
+            RefusedError(
                 f"{len(unfit)} of {len(many)} containers are not fit for a run: {', '.join(unfit[:5])}.",
                 "Each in full: make doctor HOST=<name> CT=<id>",
             )
+            if unfit
+            else None,
+        )
         return
     with open_container(console, host, ct, inventory) as container:
         resolved = recipe_for(container)
@@ -182,13 +184,8 @@ def _show_each(
     *,
     as_json: bool = False,
     as_data: Callable[[T], Any] = lambda result: result,
-) -> None:
-    """Do ``work`` on each container and show a row for each as it comes, or all of it as JSON.
-
-    Raises :class:`orchestrator.fleet.FleetError` when it failed on one.
-    """
-    from orchestrator.fleet import Outcome, failure, on_each
-
+) -> list[Outcome[T]]:
+    """Do ``work`` on each container, show a row for each as it comes, or all of it as JSON, and return what came."""
     outcomes: list[Outcome[T]] = []
     widths = {
         "host": max(4, *(len(destination.host_name) for destination in destinations)),
@@ -218,9 +215,14 @@ def _show_each(
     )
     if as_json:
         console.json([_as_data(outcome, as_data) for outcome in _in_order(outcomes, destinations)])
-    error = failure(outcomes, f"`{name}`")
-    if error is not None:
-        raise error
+    return outcomes
+
+
+def _raise_worst(*errors: OrchestratorError | None) -> None:
+    """Raise the one with the highest exit status, if there is one."""
+    found = [error for error in errors if error is not None]
+    if found:
+        raise max(found, key=lambda error: error.exit_status)
 
 
 def _row_of(result: T | None, row: Callable[[T], Sequence[object]]) -> Sequence[object]:

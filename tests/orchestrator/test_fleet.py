@@ -144,6 +144,21 @@ def test_doctor_of_all_is_a_row_each(hosts: Path) -> None:
     assert done.stdout.count("\tok\t") == 4
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_one_unfit_container_of_many_is_exit_status_4(hosts: Path, options: tuple[str, ...]) -> None:
+    config = hosts.parent / "many/containers/202/config"
+    before = config.read_text()
+    config.write_text(before + "lock: snapshot\n")
+    try:
+        done = orchestrator("doctor", *options, "--host", "many", "--ct", "all", inventory=hosts)
+    finally:
+        config.write_text(before)
+    assert done.returncode == 4
+    assert "1 of 4 containers are not fit for a run: container 202 on many" in done.stderr
+    if options:
+        assert [found["result"]["worst"] for found in json.loads(done.stdout)] == ["ok", "ok", "error", "ok"]
+
+
 def test_a_run_is_asked_of_one_container(hosts: Path) -> None:
     done = orchestrator("status", "--all", "20261130-101010-abcdef", inventory=hosts)
     assert done.returncode == 2
