@@ -45,7 +45,7 @@ node-start: $(VENV)/.desk ## Start the embedded node and leave it running
 node-stop: $(VENV)/.desk ## Stop the embedded node
 	@$(RUN) node stop
 
-.PHONY: deploy venv warmup train logs status stop fetch evaluate estimate probe doctor script prune locks cache race
+.PHONY: deploy venv warmup train logs status stop fetch evaluate estimate probe doctor put script prune locks cache race
 deploy: $(VENV)/.desk ## Bring the payload into the container (of many: HOST=all, HOST=a,b CT=200,210-217)
 	@$(RUN) deploy
 venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
@@ -71,6 +71,8 @@ estimate: $(VENV)/.desk ## GPU memory that each role of a recipe needs (RECIPE=,
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(call on,JSON),--json)
 
+put: $(VENV)/.desk ## Bring a file or folder of the desk into the container (FILE=, TO=<path below root>)
+	@$(RUN) put --to '$(TO)' -- '$(FILE)'
 script: $(VENV)/.desk ## Run a file of the desk in the container (FILE=, ARGS="a b", IN_VENV=1, TIMEOUT=<seconds>)
 	@$(RUN) script $(if $(call on,IN_VENV),--venv) $(if $(call given,TIMEOUT),--timeout '$(TIMEOUT)') -- '$(FILE)' $(ARGS)
 prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins

@@ -28,6 +28,7 @@ COMMANDS = {
     "logs": "orchestrator.cli_run",
     "status": "orchestrator.cli_fleet",
     "stop": "orchestrator.cli_run",
+    "put": "orchestrator.cli_put",
     "fetch": "orchestrator.cli_run",
     "evaluate": "orchestrator.cli_evaluate",
     "estimate": "orchestrator.cli_estimate",
