@@ -89,12 +89,12 @@ class DrafterProgram:
             recipe.train.batch_size * recipe.train.num_anchors * (drafter.config.block_size - 1)
         )
         self._generator = torch.Generator(device=self.device)
-        if compiled:
-            drafter.compile(dynamic=False, fullgraph=True)
         self._sharded = group is not None and recipe.train.shard == "fsdp2"
         self._module: nn.Module = drafter
+        if compiled and not self._sharded:
+            drafter.compile(dynamic=False, fullgraph=True)
         if self._sharded:
-            _shard(drafter, group, self.device)
+            _shard(drafter, group, self.device, compiled)
         elif group is not None:
             # A compiled drafter stays the one graph that warm-up compiled: torch would cut it at the bounds of DDP's
             # buckets, and some versions refuse to cut a graph with flex_attention in it.
@@ -323,12 +323,17 @@ def _target_dtype(recipe: Recipe, target_config: Any) -> torch.dtype:
     return getattr(target_config, "dtype", None) or torch.float32
 
 
-def _shard(drafter: DFlashDrafter, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def _shard(
+    drafter: DFlashDrafter, group: dist.ProcessGroup | None, device: torch.device, compiled: bool
+) -> None:
+    """Shard by FSDP2: layer by layer; as a whole when compiled, since its one graph holds nothing that gathers."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type)
-    for layer in drafter.layers:
+    for layer in drafter.layers if not compiled else ():
         fully_shard(layer, mesh=mesh)
     fully_shard(drafter, mesh=mesh)
+    if compiled:
+        drafter.forward = torch.compile(drafter.forward, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
