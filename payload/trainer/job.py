@@ -84,9 +84,11 @@ def _leave_early(
 ) -> int:
     """Tell what happened, unless this rank only suffers from what happened elsewhere; returns the exit status.
 
-    The process groups are left as they are: to part in order takes all ranks.
+    Process groups with other ranks are left as they are: to part in order takes all of them.
     """
     early_end.unwatch()
+    if ranks.world_size == 1:
+        leave()
     if isinstance(error, RuntimeError):
         # What a collective raises when a rank at its other end is gone; that rank, or its death, is told elsewhere.
         elsewhere = early_end.await_status(_PATIENCE_S, or_else=lambda: stop.received)
