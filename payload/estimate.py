@@ -156,6 +156,7 @@ class _Sizes:
                 if self._gradients_outlive
                 else []
             ),
+            *([Term("weights gathered for a step, fp32", weights * _MASTER_BYTES)] if share > 1 else []),
             *(
                 [Term("the head twice in FP8", 2 * self._head_numbers)]
                 if "head" in self.recipe.train.fp8

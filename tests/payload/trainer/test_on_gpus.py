@@ -79,6 +79,9 @@ def losses(job: JobResult) -> list[float]:
         pytest.param([0, 1], [0, 1], {"shard": "fsdp2", "eval_every": 3}, id="both roles, sharded"),
         pytest.param([0, 1], [0, 1], {"compile": "auto"}, id="both roles on both, compiled"),
         pytest.param([0], [1], {"compile": "auto"}, id="1+1, compiled"),
+        pytest.param(
+            [0, 1], [0, 1], {"compile": "auto", "shard": "fsdp2"}, id="both roles, sharded, compiled"
+        ),
     ],
 )
 def test_a_split_over_two_gpus_learns_what_one_gpu_learns(
