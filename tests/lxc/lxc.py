@@ -172,7 +172,9 @@ class Lxc:
             check=False,
         )
         if check and done.returncode != 0:
-            raise RuntimeError(f"{name} of container {self.container_id} failed: {done.stderr.strip()}")
+            log = self.folder / "lxc.log"
+            why = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else done.stderr.strip()
+            raise RuntimeError(f"{name} of container {self.container_id} failed:\n{why}")
 
     def _command(self, name: str) -> list[str]:
         return [name, "-P", str(self.store), "-n", self.container_id]
