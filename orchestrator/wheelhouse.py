@@ -191,9 +191,10 @@ def send_wheels(container: Container, wheels: Sequence[Path], report: StepReport
     folder = f"{container.settings.root}/wheelhouse"
     total = sum(wheel.stat().st_size for wheel in wheels)
     done = 0
+    there = container.sha256_in(folder, [wheel.name for wheel in wheels])
     for wheel in wheels:
         path = f"{folder}/{wheel.name}"
-        if container.sha256(path) != file_sha256(wheel):
+        if there.get(wheel.name) != file_sha256(wheel):
             container.upload(wheel, path, on_progress=report.part_of(f"sending {wheel.name}", done, total))
         done += wheel.stat().st_size
     return folder

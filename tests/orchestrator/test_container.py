@@ -87,6 +87,17 @@ def test_an_upload_replaces_a_file_by_rename(container: Container, folder: Path)
     assert (folder / "file").read_bytes() == b"new and longer"
 
 
+def test_the_hashes_of_many_files_come_by_one_command_without_those_that_are_not_there(
+    container: Container, folder: Path
+) -> None:
+    names = ["a", "b c", "d\\e", "f\ng", "é"]
+    for name in names:
+        container.upload(name.encode(), str(folder / name))
+    found = container.sha256_in(str(folder), [*names, "missing"])
+    assert found == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    assert container.sha256_in(str(folder / "no-folder"), ["a"]) == {}
+
+
 def test_what_arrives_is_as_old_as_its_arrival_so_that_prune_does_not_take_it_for_a_leftover(
     container: Container, folder: Path
 ) -> None:
