@@ -2,7 +2,7 @@
 
 Values are e4m3 (3 bits of mantissa), gradients e5m2 (2 bits, but the range that a softmax's slope needs), each tensor
 with one fp32 scale (Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433). Gradients of weights are
-left in the dtype of the computation: their errors would add up in the weights.
+products of the tensors as they were: their errors would add up in the weights.
 """
 
 from __future__ import annotations

@@ -191,21 +191,15 @@ class _HeadLoss(torch.autograd.Function):
         wants_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         teachers = [None] * -(-len(hidden) // chunk_rows) if teacher is None else teacher.split(chunk_rows)
-        narrow = isinstance(head, Fp8Head)
         losses, predicted, gradients = [], [], []
         for rows, label, of_target in zip(
             hidden.split(chunk_rows), labels.split(chunk_rows), teachers, strict=True
         ):
-            logits = head_logits(rows, head)
-            if of_target is None:
-                found = row_slope(logits, label, narrow)
-            else:
-                found = divergence_slope(logits, head_logits(of_target, head))
-                found = found._replace(slope=narrowed(found.slope)) if narrow else found
-            losses.append(found.loss)
-            predicted.append(found.predicted)
-            if wants_gradient:
-                gradients.append(hidden_gradient(found.slope, head, hidden.dtype))
+            # In a function of its own, so that a chunk's logits are gone before the next chunk's come.
+            loss, likeliest, gradient = _chunk(rows, head, label, of_target, wants_gradient)
+            losses.append(loss)
+            predicted.append(likeliest)
+            gradients.append(gradient)
         if wants_gradient:
             ctx.save_for_backward(torch.cat(gradients))
         predictions = torch.cat(predicted)
@@ -217,6 +211,20 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor, unused: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return ((gradient * grad_losses[:, None]).to(gradient.dtype), *(None,) * 5)
+
+
+def _chunk(
+    hidden: Tensor, head: Tensor | Fp8Head, labels: Tensor, teacher: Tensor | None, wants_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [R], likeliest tokens [R] and, if wanted, the losses' gradients [R, H], of ``hidden[R, H]``."""
+    logits, narrow = head_logits(hidden, head), isinstance(head, Fp8Head)
+    if teacher is None:
+        found = row_slope(logits, labels, narrow)
+    else:
+        found = divergence_slope(logits, head_logits(teacher, head))
+        found = found._replace(slope=narrowed(found.slope)) if narrow else found
+    gradient = hidden_gradient(found.slope, head, hidden.dtype) if wants_gradient else hidden
+    return found.loss, found.predicted, gradient
 
 
 def head_logits(hidden: Tensor, head: Tensor | Fp8Head) -> Tensor:

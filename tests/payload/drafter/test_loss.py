@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from payload.drafter import loss as loss_module
 from payload.drafter.loss import (
     LossConfig,
     block_labels,
@@ -16,6 +18,7 @@ from payload.drafter.loss import (
     reference_draft_loss,
     simulated_accepted_length,
 )
+from payload.drafter.row_slope import row_slope
 from payload.errors import PayloadError
 from tests.payload.drafter.builders import anchors_of, batches, random_batch, seeded
 
@@ -206,6 +209,20 @@ def test_no_more_rows_of_logits_than_a_chunk_ever_exist(kind):
         )
         loss.loss_sum.backward()
     assert watch.rows == 12
+
+
+def test_a_chunks_logits_are_gone_before_the_next_chunks_come(monkeypatch):
+    hidden, head, labels, counted, _ = _blocks(7, 8)
+    alive: list[weakref.ref] = []
+
+    def watched(logits, *rest):
+        assert not any(earlier() is not None for earlier in alive)
+        alive.append(weakref.ref(logits))
+        return row_slope(logits, *rest)
+
+    monkeypatch.setattr(loss_module, "row_slope", watched)
+    draft_loss(hidden.requires_grad_(), head, labels, counted, LossConfig(chunk_rows=5))
+    assert len(alive) == 5
 
 
 def test_the_simulated_accepted_length_runs_from_one_to_the_block_size():
