@@ -41,7 +41,7 @@ def boot_id() -> str:
 def init_start_time() -> Optional[int]:
     """When process 1 started, in clock ticks since boot: another one after each restart of the container.
 
-    The boot's id alone does not tell, since a container has that of its host.
+    The boot's id alone may not tell: in some containers it is that of the host.
     """
     stat = _stat(1)
     return None if stat is None else stat.start_time

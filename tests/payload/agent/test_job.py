@@ -287,7 +287,7 @@ def test_a_run_from_before_a_restart_of_the_container_alone_is_lost_and_the_rest
     container.start("r1", "")
     container.wait_for_state("r1", "finished")
     path = container.root / "runs/r1/state.json"
-    # A container has its host's boot id, but a process 1 of its own.
+    # A container may have its host's boot id, but it has a process 1 of its own.
     state = {**json.loads(path.read_text()), "state": "running", "init_start_time": -1}
     path.write_text(json.dumps(state))
     assert container.state("r1")["reason"] == "the container was restarted while it ran"
