@@ -78,8 +78,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wheels(bed: Bed, lxc: Lxc) -> str:
     """The folder in container 200 that holds a stand-in of every package."""
     folder = standin.build_wheels(bed.folder / "wheels")
-    shutil.copytree(folder, lxc.root / "opt/wheels")
-    return "/opt/wheels"
+    shutil.copytree(folder, lxc.root / "opt/stand-ins")
+    return "/opt/stand-ins"
 
 
 @pytest.fixture
