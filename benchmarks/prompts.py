@@ -2,8 +2,8 @@
 
     python -m benchmarks.prompts --train prompts.jsonl --held-out held-out.jsonl
 
-Every prompt asks one question of one subject. The held-out prompts are about subjects that no training prompt
-mentions. Rows are ``{"messages": [{"role": "user", "content": ...}]}``: the recipe's ``data.regenerate`` has the
+Every prompt asks one question of one subject, or of two. The held-out prompts are about subjects that no training
+prompt mentions. Rows are ``{"messages": [{"role": "user", "content": ...}]}``: the recipe's ``data.regenerate`` has the
 target answer them.
 """
 
@@ -163,29 +163,63 @@ ABOUT = {
         "How can I show more {} in my life?",
     ),
 }
+TWO = (
+    "Compare {} and {}.",
+    "What do {} and {} have in common?",
+    "Write a short story about {} and {}.",
+    "Write a poem that mentions {} and {}.",
+    "Which would you rather write an essay about, {} or {}, and why?",
+    "Write a dialogue between someone who loves {} and someone who prefers {}.",
+    "Make a table of differences between {} and {}.",
+    "Explain the difference between {} and {} to a child.",
+    "Write a riddle whose answer is {} and one whose answer is {}.",
+    "Give three facts about {} and three about {}.",
+    "Write a headline and a short news report about {} and {}.",
+    "How could {} and {} be part of one school project?",
+)
 MANNERS = ("{}", "{} Keep it short.", "Please help me. {}", "{} Use simple words.")
 """Ways to ask the same thing, so that a subject's answers differ more than its questions do."""
 
 HELD_OUT_SHARE = 0.1
 
 
-def prompts(seed: int = 0) -> tuple[list[str], list[str]]:
-    """All training prompts and all held-out ones, each shuffled; their subjects are disjoint."""
+def prompts(seed: int = 0, pairs: int = 60_000) -> tuple[list[str], list[str]]:
+    """Training prompts and held-out ones, each shuffled; their subjects are disjoint.
+
+    All there are of one subject, and of two subjects ``pairs`` to train on and a tenth of that held out.
+    """
     generator = random.Random(seed)
     train: list[str] = []
     held_out: list[str] = []
+    named_train: list[str] = []
+    named_held_out: list[str] = []
     for kind, subjects in SUBJECTS.items():
         kept_back = set(generator.sample(subjects, max(1, round(HELD_OUT_SHARE * len(subjects)))))
         for subject in subjects:
             named = f"the {subject}" if kind == "animal" else subject
+            (named_held_out if subject in kept_back else named_train).append(named)
             asked = [question.format(named) for question in ANY]
             asked += [question.format(named) for question in ABOUT[kind]]
             (held_out if subject in kept_back else train).extend(
                 manner.format(question) for question in asked for manner in MANNERS
             )
+    train += _of_two(named_train, pairs, generator)
+    held_out += _of_two(named_held_out, round(HELD_OUT_SHARE * pairs), generator)
     generator.shuffle(train)
     generator.shuffle(held_out)
     return train, held_out
+
+
+def _of_two(subjects: Sequence[str], count: int, generator: random.Random) -> list[str]:
+    """``count`` different prompts of two subjects, or as many as there are."""
+    number = len(subjects) * (len(subjects) - 1) * len(TWO)
+    found = []
+    for choice in generator.sample(range(number), min(count, number)):
+        pair, question = divmod(choice, len(TWO))
+        first, other = divmod(pair, len(subjects) - 1)
+        second = other + (other >= first)
+        found.append(TWO[question].format(subjects[first], subjects[second]))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -196,8 +230,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--held-out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--pairs", type=int, default=60_000, help="prompts of two subjects (default: %(default)s)"
+    )
     given = parser.parse_args(arguments)
-    for path, made in zip((given.train, given.held_out), prompts(given.seed), strict=True):
+    for path, made in zip((given.train, given.held_out), prompts(given.seed, given.pairs), strict=True):
         rows = (json.dumps({"messages": [{"role": "user", "content": prompt}]}) for prompt in made)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")

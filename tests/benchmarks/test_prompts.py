@@ -27,3 +27,14 @@ def test_rows_are_chats_with_one_question(tmp_path):
     (turn,) = json.loads(lines[0])["messages"]
     assert turn["role"] == "user"
     assert turn["content"]
+
+
+def test_prompts_of_two_subjects_are_as_many_as_asked_and_keep_to_their_side():
+    without, _ = prompts(pairs=0)
+    train, held_out = prompts(pairs=500)
+    assert len(train) == len(without) + 500
+    assert len(set(train)) == len(train)
+    assert not set(train) & set(held_out)
+    kept_back = {virtue for virtue in SUBJECTS["virtue"] if f"What is {virtue}?" in held_out}
+    assert kept_back
+    assert not [prompt for prompt in train for virtue in kept_back if f" {virtue} and " in prompt]
