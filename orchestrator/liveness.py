@@ -15,11 +15,13 @@ from typing import Any, cast
 
 import paramiko
 
+from orchestrator.ordered_transport import OrderedTransport
+
 _ASKED_BEFORE_GIVEN_UP = 3
 _TCP_USER_TIMEOUT_S = 40
 
 
-class WatchedTransport(paramiko.Transport):
+class WatchedTransport(OrderedTransport):
     """An SSH transport that knows for how long its peer has been silent."""
 
     def __init__(self, sock: socket.socket | paramiko.Channel, **options: Any) -> None:

@@ -11,9 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import asyncssh
+import paramiko
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paramiko.common import (
+    MSG_CHANNEL_CLOSE,
+    MSG_CHANNEL_DATA,
+    MSG_CHANNEL_EOF,
+    MSG_CHANNEL_WINDOW_ADJUST,
+)
 
 from orchestrator.connection import Connection, quote
 from orchestrator.errors import LinkLost, TransportError, UsageError
@@ -298,6 +305,33 @@ def test_threads_share_a_connection_within_the_hosts_limit_of_sessions(tmp_path:
     finally:
         node.stop(tmp_path / "node")
     assert said == [f"{number}\n".encode() for number in range(60)]
+
+
+@pytest.mark.parametrize(
+    "kind", [MSG_CHANNEL_WINDOW_ADJUST, MSG_CHANNEL_DATA, MSG_CHANNEL_EOF, MSG_CHANNEL_CLOSE]
+)
+def test_what_comes_too_late_for_a_channel_does_not_end_the_connection(
+    connection: Connection, kind: int
+) -> None:
+    """A thread that sends a command's input may be overtaken by the command's end."""
+    assert connection.run(["true"]).exit_status == 0
+    transport = connection._open().transport
+    channel = transport.open_session()
+    channel.exec_command("true")
+    assert channel.recv_exit_status() == 0
+    channel.close()
+    time.sleep(0.2)
+    late = paramiko.Message()
+    late.add_byte(bytes([kind]))
+    late.add_int(channel.remote_chanid)
+    if kind == MSG_CHANNEL_WINDOW_ADJUST:
+        late.add_int(1)
+    if kind == MSG_CHANNEL_DATA:
+        late.add_string(b"late")
+    transport._send_user_message(late)
+    time.sleep(0.2)
+    assert connection.run(["echo", "on"]).stdout == b"on\n"
+    assert connection._open().transport is transport
 
 
 def test_a_command_that_is_given_up_leaves_the_others_of_its_connection_alone(connection: Connection) -> None:
