@@ -114,8 +114,8 @@ test-gpu: $(VENV)/.dev ## The tests that need a CUDA GPU
 	@$(VENV)/bin/python -m pytest -q -m gpu --timeout 600
 lint: $(VENV)/.dev ## ruff: lint and format
 	@$(VENV)/bin/python -m ruff check . && $(VENV)/bin/python -m ruff format --check .
-types: $(VENV)/.dev ## mypy on the product (tests are checked by running)
-	@$(VENV)/bin/python -m mypy orchestrator payload
+types: $(VENV)/.dev ## mypy on the product and its benchmarks (tests are checked by running)
+	@$(VENV)/bin/python -m mypy orchestrator payload benchmarks
 
 .PHONY: lock
 LOCK := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --excludes requirements/excludes.txt
