@@ -72,9 +72,9 @@ probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(call on,JSON),--json)
 
 put: $(VENV)/.desk ## Bring a file or folder of the desk into the container (FILE=, TO=<path below root>)
-	@$(RUN) put --to '$(TO)' -- '$(FILE)'
+	@$(RUN) put $(if $(call given,TO),--to '$(TO)') $(if $(call given,FILE),-- '$(FILE)')
 script: $(VENV)/.desk ## Run a file of the desk in the container (FILE=, ARGS="a b", IN_VENV=1, TIMEOUT=<seconds>)
-	@$(RUN) script $(if $(call on,IN_VENV),--venv) $(if $(call given,TIMEOUT),--timeout '$(TIMEOUT)') -- '$(FILE)' $(ARGS)
+	@$(RUN) script $(if $(call on,IN_VENV),--venv) $(if $(call given,TIMEOUT),--timeout '$(TIMEOUT)') $(if $(call given,FILE),-- '$(FILE)' $(call given,ARGS))
 prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins
 	@$(RUN) prune
 locks: $(VENV)/.desk ## Who is changing the container, and for how long (BREAK=<lock>: end that one; JSON=1)

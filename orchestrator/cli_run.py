@@ -159,7 +159,7 @@ def _follow(
         return
     raise RemoteError(
         f"run {end.run_id} on {container.destination} {_END_WORDS.get(end.state, f'is {end.state}')}"
-        f"{_reason(agent, end.run_id)}.",
+        f"{_reason(agent, end.run_id)}",
         f"Its log's end: make logs RUN_ID={end.run_id} TAIL=50 {place}",
     )
 
@@ -171,7 +171,7 @@ def _reason(agent: Agent, run_id: str) -> str:
     """Why a run ended as it did, as far as its metrics and its supervisor say."""
     [run] = container_status(agent, run_id)["runs"]
     reason = (run.get("last_metrics") or {}).get("verdict") or run.get("reason")
-    return f": {reason}" if reason and run["state"] == "failed" else ""
+    return f": {str(reason).rstrip('.')}." if reason and run["state"] == "failed" else "."
 
 
 def _attach_hint(container: Container, run_id: str | None) -> str:

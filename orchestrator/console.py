@@ -131,7 +131,8 @@ class Console:
             with Progress(*columns, console=self.err, transient=True) as progress:
                 report = StepReport(self, name, progress, progress.add_task(name, total=None))
                 yield report
-        self.line(f"✓ {name:<7} {report.outcome} ({time.monotonic() - started:.1f} s)")
+        outcome = safe(report.outcome).translate({10: " ", 13: " "})
+        self.line(f"✓ {name:<7} {outcome} ({time.monotonic() - started:.1f} s)")
 
     def error(self, error: OrchestratorError) -> None:
         """An error as one paragraph: what happened, and what to do next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -31,10 +32,15 @@ def put(container: Container, source: Path, to: str, report: StepReport) -> Plac
     files = _files(source)
     total = sum(size for _, size in files)
     done = sent = sent_bytes = 0
+    if source.is_file() and container.run(["test", "-d", str(place)]).exit_status == 0:
+        raise UsageError(
+            f"{to} is a folder in the container.",
+            f"Give the file's own place: {to.rstrip('/')}/{source.name}",
+        )
     for file, size in files:
         target = place if source.is_file() else place / file.relative_to(source).as_posix()
         report.update(f"{file.name}", done, total)
-        if container.sha256(str(target)) != file_sha256(file):
+        if container.sha256(str(target)) != _sha256(file):
             container.upload(file, str(target), on_progress=report.part_of(file.name, done, total))
             sent += 1
             sent_bytes += size
@@ -66,14 +72,38 @@ def _place(root: str, to: str) -> PurePosixPath:
 
 def _files(source: Path) -> list[tuple[Path, int]]:
     """The regular files of ``source`` with their sizes in bytes, in order."""
+    if source.is_file():
+        return [(source, source.stat().st_size)]
+    if not source.is_dir():
+        raise UsageError(f"There is no file or folder {source}.", "Name one of the desk.")
+    found: list[tuple[Path, int]] = []
     try:
-        if source.is_file():
-            return [(source, source.stat().st_size)]
-        found = [(path, path.stat().st_size) for path in sorted(source.rglob("*")) if path.is_file()]
-        if not source.is_dir():
-            raise UsageError(f"There is no {source}.", "Name a file or a folder of the desk.")
+        for folder, folders, names in os.walk(source, onerror=_refuse_unreadable):
+            for path in [Path(folder, name) for name in names + folders]:
+                if path.is_file():
+                    found.append((path, path.stat().st_size))
+                elif path.is_symlink() or not path.is_dir():
+                    raise UsageError(
+                        f"{path} is neither a file nor a folder of {source}: it would be left out.",
+                        "Put what it leads to by itself, or take it out of the folder.",
+                    )
     except OSError as error:
-        raise UsageError(f"{source} cannot be read: {error.strerror}.") from None
+        raise _unreadable(error) from None
     if not found:
         raise UsageError(f"The folder {source} holds no file.")
-    return found
+    return sorted(found)
+
+
+def _sha256(file: Path) -> str:
+    try:
+        return file_sha256(file)
+    except OSError as error:
+        raise _unreadable(error) from None
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise error
+
+
+def _unreadable(error: OSError) -> UsageError:
+    return UsageError(f"{error.filename} cannot be read: {error.strerror}.")

@@ -43,7 +43,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             )
         try:
             values[key.strip()] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, AttributeError, RecursionError):
+            # What looks like a date or has a tag is converted, and the conversion fails in its own ways.
             raise UsageError(f"--set {override}: {text!r} is not a YAML value.") from None
     return values
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -241,6 +242,10 @@ def _checked(recipe: Recipe, located: Located) -> Recipe:
         ),
         "optim": ("lr", "clip", "eps"),
     }  # fmt: skip
+    for section in ("drafter", "data", "loss", "optim", "train"):
+        for key, value in vars(getattr(recipe, section)).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                refuse(section, key, "must be a finite number")
     for section, keys in positive.items():
         for key in keys:
             if getattr(getattr(recipe, section), key) <= 0:

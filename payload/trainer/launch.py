@@ -45,16 +45,36 @@ def main(arguments: Sequence[str]) -> int:
         except SignalException:
             failure = told(word)
         except ChildFailedError as error:
-            failure = told(word) or death(error.failures)
+            failure = told(word)
+            if failure is None and has_ended(metrics_of(arguments)):
+                return EXIT_FAILED
+            failure = failure or death(error.failures)
         else:
             return 0
     if failure is None:
         return EXIT_STOPPED
-    if "--spec" in arguments:
-        record(Path(arguments[arguments.index("--spec") + 1]).parent / "metrics.jsonl", failure)
+    metrics = metrics_of(arguments)
+    if metrics is not None:
+        record(metrics, failure)
     sys.stdout.write(f"{failure}\n")
     sys.stdout.flush()
     return EXIT_FAILED
+
+
+def metrics_of(arguments: Sequence[str]) -> Path | None:
+    """The metrics of the run whose spec the arguments name; None when they name none."""
+    if "--spec" not in arguments:
+        return None
+    return Path(arguments[arguments.index("--spec") + 1]).parent / "metrics.jsonl"
+
+
+def has_ended(metrics: Path | None) -> bool:
+    """Whether the run went through to a verdict of its own, be it that it failed."""
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
+        if metrics is not None:
+            last = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
+            return bool(last.get("event") == "end" and last.get("verdict"))
+    return False
 
 
 def record(metrics: Path, failure: Failure) -> None:

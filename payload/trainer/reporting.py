@@ -190,7 +190,8 @@ def judge(recipe: Recipe, ended: Progress) -> tuple[int, str]:
         return 0, f"finished: {loss}, {accepted}"
     if improved:
         return 0, f"finished: improved: {loss}, {accepted}"
-    return EXIT_FAILED, f"failed: no clear improvement: {loss}, {accepted}"
+    verdict = f"failed: no clear improvement: {loss}, {accepted}"
+    return EXIT_FAILED, f"{verdict} (train.assert_improves asks for one; false lets such a run finish)"
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -334,6 +334,36 @@ def test_what_comes_too_late_for_a_channel_does_not_end_the_connection(
     assert connection._open().transport is transport
 
 
+def test_input_after_its_end_does_not_end_the_connection(connection: Connection) -> None:
+    transport = connection._open().transport
+    channel = transport.open_session()
+    channel.exec_command("cat")
+    channel.shutdown_write()
+    late = paramiko.Message()
+    late.add_byte(bytes([MSG_CHANNEL_DATA]))
+    late.add_int(channel.remote_chanid)
+    late.add_string(b"late")
+    transport._send_user_message(late)
+    assert channel.recv_exit_status() == 0
+    assert connection.run(["echo", "on"]).stdout == b"on\n"
+    assert connection._open().transport is transport
+
+
+def test_a_command_that_ends_while_keys_are_exchanged_does_not_stop_the_exchange(
+    connection: Connection,
+) -> None:
+    """The reader answers the end of a channel, and must not wait for what only it can finish."""
+    connection.run(["true"])
+    transport = connection._open().transport
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(connection.run, ["head", "-c", "3000000", "/dev/zero"]) for _ in range(24)]
+        for _ in range(6):
+            transport.renegotiate_keys()
+        sizes = {len(each.result(60).stdout) for each in running}
+    assert sizes == {3_000_000}
+    assert connection._open().transport is transport
+
+
 def test_a_command_that_is_given_up_leaves_the_others_of_its_connection_alone(connection: Connection) -> None:
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(connection.run, ["sh", "-c", "sleep 2; echo done"])

@@ -30,7 +30,7 @@ def test_a_folder_arrives_file_by_file_and_only_what_changed_is_sent_again(
     assert first.returncode == 0, first.stderr
     (source / "config.json").write_text('{"a": 1}')
     again = orchestrator(*arguments, inventory=local_node.inventory)
-    assert "1 files, 0.0 MB sent to models/mine; 1 were there" in again.stdout + again.stderr
+    assert "1 file, 0.0 MB sent to models/mine; 1 were there" in again.stdout + again.stderr
     there = (
         Path(resolve(load_inventory(local_node.inventory), "local", "200", tmp_path).container.root)
         / "models"
@@ -69,9 +69,32 @@ def test_what_is_not_at_the_desk_is_a_usage_error(local_node: NodeInfo, tmp_path
     done = orchestrator(
         "put", *PLACE, "--to", "data/x", str(tmp_path / "none"), inventory=local_node.inventory
     )
-    assert_one_paragraph(done, 2, "There is no", "Name a file or a folder")
+    assert_one_paragraph(done, 2, "There is no file or folder", "Name one of the desk")
     (tmp_path / "empty").mkdir()
     done = orchestrator(
         "put", *PLACE, "--to", "data/x", str(tmp_path / "empty"), inventory=local_node.inventory
     )
     assert_one_paragraph(done, 2, "holds no file")
+
+
+def test_what_would_be_left_out_of_a_folder_is_refused_and_a_folder_is_no_place_for_a_file(
+    local_node: NodeInfo, tmp_path: Path
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    assert (
+        orchestrator("put", *PLACE, "--to", "m", str(source), inventory=local_node.inventory).returncode == 0
+    )
+    onto = orchestrator(
+        "put", *PLACE, "--to", "m", str(source / "config.json"), inventory=local_node.inventory
+    )
+    assert_one_paragraph(onto, 2, "m is a folder in the container", "m/config.json")
+    (source / "weights").symlink_to(tmp_path / "gone")
+    left_out = orchestrator("put", *PLACE, "--to", "m", str(source), inventory=local_node.inventory)
+    assert_one_paragraph(left_out, 2, "would be left out")
+
+
+def test_no_name_is_not_the_whole_current_folder(local_node: NodeInfo) -> None:
+    done = orchestrator("put", *PLACE, "--to", "data/x", "", inventory=local_node.inventory)
+    assert_one_paragraph(done, 2, "No file is named", "FILE=")

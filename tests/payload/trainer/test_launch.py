@@ -89,6 +89,23 @@ def test_an_error_of_one_rank_is_said_once_and_last_and_the_others_leave_quietly
 
 
 @pytest.mark.slow
+def test_a_run_that_fails_by_its_own_verdict_is_not_called_a_rank_without_a_word(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    asks = {"data__eval": ["demo"], "data__eval_rows": 2, "train__assert_improves": True, "optim__lr": 1e-9}
+    with launched(tmp_path, tiny_recipe(tiny_target_folder, **asks)) as process:
+        assert process.wait(90) == EXIT_FAILED
+    said = output(tmp_path).splitlines()
+    assert said[-1].startswith("failed: no clear improvement")
+    assert "train.assert_improves" in said[-1]
+    ends = [
+        line
+        for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        if line["event"] == "end"
+    ]
+    assert [line["verdict"] for line in ends] == [said[-1]]
+
+
 def test_a_stopped_job_ends_with_its_checkpoint_and_without_a_traceback(
     tiny_target_folder: Path, tmp_path: Path
 ) -> None:
