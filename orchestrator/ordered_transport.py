@@ -38,11 +38,15 @@ class OrderedTransport(Transport):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
 
     def _send_user_message(self, data: Message) -> None:
-        if threading.current_thread() is self and not self.clear_to_send.is_set():
-            # The reader must go on reading, or the keys are never exchanged.
-            threading.Thread(target=self._send_when_clear, args=(data,), daemon=True).start()
-        else:
+        if threading.current_thread() is not self:
             super()._send_user_message(data)  # type: ignore[misc]
+            return
+        with self.clear_to_send_lock:
+            if self.clear_to_send.is_set():
+                self._send_message(data)
+                return
+        # The reader must go on reading, or the keys are never exchanged.
+        threading.Thread(target=self._send_when_clear, args=(data,), daemon=True).start()
 
     def _send_when_clear(self, data: Message) -> None:
         with contextlib.suppress(SSHException, EOFError, OSError):
