@@ -26,7 +26,7 @@ from orchestrator.errors import RemoteError, UsageError
 from orchestrator.fetch import fetch as fetch_run
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.logs import LogEnd, show_logs
-from orchestrator.recipes import resolve_recipe
+from orchestrator.recipes import recipe_of_run, resolve_recipe
 from orchestrator.records import RUN_ID
 from orchestrator.status import newest_run
 from orchestrator.status import status as container_status
@@ -43,7 +43,9 @@ def train(
     wheelhouse: WheelhouseOption = False,
     resume: Annotated[
         str | None,
-        typer.Option("--resume", metavar="RUN", help="Go on from the newest checkpoint of that run."),
+        typer.Option(
+            "--resume", metavar="RUN", help="Go on from the newest checkpoint of that run, with its recipe."
+        ),
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Start the job and return at once.")] = False,
     cold: Annotated[
@@ -56,9 +58,12 @@ def train(
     """Do what is missing of the steps before, start the job once, detached, and follow its log. Ctrl-C detaches."""
     console = Console()
     with open_container(console, host, ct, inventory) as container:
-        resolved = resolve_recipe(container.settings, recipe, override or ())
         if resume is not None and not RUN_ID.fullmatch(resume):
             raise UsageError(f"--resume {resume}: not a run id.", "`status` lists the runs of a container.")
+        if resume is not None and recipe is None and not override:
+            resolved = recipe_of_run(container, resume)
+        else:
+            resolved = resolve_recipe(container.settings, recipe, override or ())
         prepared = prepare(container, resolved, console, wheelhouse=wheelhouse, cold=cold, anyway=anyway)
         run_id = start_job(container, prepared, resolved, console, resume=resume)
         if detach:

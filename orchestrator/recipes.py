@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
+from orchestrator.container import Container
 from orchestrator.errors import UsageError
 from orchestrator.inventory import ContainerSettings
 from payload.errors import PayloadError
-from payload.recipe import Recipe, load_recipe
+from payload.recipe import Recipe, load_recipe, recipe_from_dict
 
 
 def resolve_recipe(
@@ -30,6 +32,23 @@ def resolve_recipe(
         return load_recipe(name or settings.recipe, values)
     except PayloadError as error:
         raise UsageError(error.message, error.hint) from None
+
+
+def recipe_of_run(container: Container, run_id: str) -> Recipe:
+    """The recipe, all its values, that a run of the container was started with.
+
+    Raises :class:`UsageError` when it is none of this version, and what :meth:`Container.explain` finds when it cannot
+    be read.
+    """
+    read = container.run(["cat", f"{container.settings.root}/runs/{run_id}/spec.json"])
+    if read.exit_status != 0:
+        raise container.explain(read, f"the recipe of run {run_id} could not be read")
+    try:
+        return recipe_from_dict(json.loads(read.stdout)["recipe"], f"the recipe of run {run_id}")
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"The spec of run {run_id} holds no recipe.") from None
+    except PayloadError as error:
+        raise UsageError(error.message, "Name the recipe: RECIPE= (--recipe).") from None
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
