@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from payload.agent.protocol import Events, Request, serve
 from payload.drafter.config import DrafterConfig
+from payload.drafter.from_recipe import config_of
 from payload.errors import PayloadError
 from payload.places import place, place_or_hub_name
 from payload.recipe import Recipe, recipe_from_dict
@@ -209,20 +210,8 @@ class _Sizes:
 
 def drafter_config(recipe: Recipe, target: TargetShape) -> DrafterConfig:
     """The drafter that training would build; the mask token, which takes no memory, may still be unknown."""
-    spec = recipe.drafter
-    return DrafterConfig.for_target(
-        target,
-        mask_token_id=0 if spec.mask_token_id is None else spec.mask_token_id,
-        num_layers=spec.num_layers,
-        block_size=spec.block_size,
-        target_layer_ids=spec.target_layer_ids,
-        layer_types=spec.layer_types,
-        sliding_window=spec.sliding_window,
-        num_attention_heads=spec.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-    )
+    mask = recipe.drafter.mask_token_id
+    return config_of(recipe.drafter, target, 0 if mask is None else mask)
 
 
 def drafter_parameters(config: DrafterConfig) -> int:

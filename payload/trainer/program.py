@@ -8,7 +8,7 @@ weights, so that compiling them needs neither the model's files nor data.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from payload.demo.target import demo_config
 from payload.drafter.anchors import sample_anchors
 from payload.drafter.config import DrafterConfig
 from payload.drafter.fp8 import fp8_head, require_fp8
+from payload.drafter.from_recipe import config_of
 from payload.drafter.loss import LossConfig
 from payload.drafter.model import DFlashDrafter
 from payload.drafter.step import LossOutput, drafter_loss
@@ -191,20 +192,7 @@ def drafter_config_for(recipe: Recipe, target_config: Any, mask_token_id: int | 
             hint="Set drafter.mask_token_id to a reserved row of the target's embedding that no text uses.",
             kind="usage",
         )
-    config = DrafterConfig.for_target(
-        target_config,
-        mask_token_id=mask,
-        num_layers=spec.num_layers,
-        block_size=spec.block_size,
-        target_layer_ids=spec.target_layer_ids,
-        layer_types=spec.layer_types,
-        sliding_window=spec.sliding_window,
-        num_attention_heads=spec.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-    )
-    return replace(config, initializer_range=spec.initializer_range)
+    return config_of(spec, target_config, mask)
 
 
 def supply_shape(recipe: Recipe, config: DrafterConfig, dtype: torch.dtype) -> SupplyShape:
