@@ -19,8 +19,8 @@ from orchestrator.status import is_active, status, stop
 from tests.lxc import machine, standin
 from tests.lxc.bed import HOST, PRIVILEGED, UNPRIVILEGED, Bed
 from tests.lxc.desk import Desk
-from tests.lxc.jobs import VENV
 from tests.lxc.lxc import Lxc
+from tests.program_runs import VENV
 
 QUIET = Console(quiet=True)
 

@@ -7,28 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.agent import Agent
-from orchestrator.deploy import PAYLOAD
 from orchestrator.records import new_run_id
 from orchestrator.status import status
-from payload.agent.release import tree_hash
-
-VENV = "0123456789abcdef"
-
-
-def spec(run_id: str, program: str, **changes: Any) -> dict[str, Any]:
-    """A run's spec whose job is ``program``."""
-    return {
-        "run_id": run_id,
-        "release": tree_hash(PAYLOAD),
-        "venv": VENV,
-        "cache": None,
-        "command": ["-u", "-c", program],
-        "env": {},
-        "recipe": {},
-        "nproc": 1,
-        "created_at": time.time(),
-        **changes,
-    }
+from tests.program_runs import spec
 
 
 def start(agent: Agent, program: str, run_id: str | None = None, **changes: Any) -> str:

@@ -24,8 +24,9 @@ from orchestrator.status import status, stop
 from tests.lxc.bed import HOST, PRIVILEGED, UNPRIVILEGED, Bed
 from tests.lxc.conftest import QUIET
 from tests.lxc.desk import Desk
-from tests.lxc.jobs import VENV, start, state_of, until, wait_for
+from tests.lxc.jobs import start, state_of, until, wait_for
 from tests.lxc.lxc import Lxc
+from tests.program_runs import VENV
 
 SMALL = "/opt/small"
 HOLDS_A_LOCK = """

@@ -20,9 +20,10 @@ from orchestrator.status import stop
 from tests.lxc.bed import PRIVILEGED, Bed
 from tests.lxc.conftest import QUIET
 from tests.lxc.desk import Desk
-from tests.lxc.jobs import spec, start, state_of, until, wait_for
+from tests.lxc.jobs import start, state_of, until, wait_for
 from tests.lxc.lxc import Lxc
 from tests.lxc.sshd import descendants
+from tests.program_runs import spec
 
 # Notes that it began, and stays.
 COUNTED = "import time\nwith open('/opt/starts', 'a') as file:\n    file.write('one\\n')\ntime.sleep(600)"

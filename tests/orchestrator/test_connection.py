@@ -353,14 +353,21 @@ def test_a_command_that_ends_while_keys_are_exchanged_does_not_stop_the_exchange
     connection: Connection,
 ) -> None:
     """The reader answers the end of a channel, and must not wait for what only it can finish."""
-    connection.run(["true"])
     transport = connection._open().transport
-    with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(connection.run, ["head", "-c", "3000000", "/dev/zero"]) for _ in range(24)]
-        for _ in range(6):
-            transport.renegotiate_keys()
-        sizes = {len(each.result(60).stdout) for each in running}
-    assert sizes == {3_000_000}
+    ending, going_on = transport.open_session(), transport.open_session()
+    ending.exec_command("sleep 0.3")
+    going_on.exec_command("sleep 1; echo on; cat")
+    transport.clear_to_send.clear()
+    try:
+        deadline = time.monotonic() + 5
+        while not going_on.recv_ready() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert going_on.recv_ready(), "the reader does not read on"
+    finally:
+        transport.clear_to_send.set()
+    going_on.shutdown_write()
+    assert going_on.recv_exit_status() == 0
+    assert connection.run(["echo", "on"]).stdout == b"on\n"
     assert connection._open().transport is transport
 
 

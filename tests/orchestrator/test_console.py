@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.console import LogWriter, safe
+from orchestrator.console import Console, LogWriter, safe
 
 
 def chunks(data: bytes, sizes: list[int]) -> list[bytes]:
@@ -25,6 +26,15 @@ def test_safe_text_holds_no_control_characters_but_layout(text: str) -> None:
 
 def test_escape_sequences_disappear_whole() -> None:
     assert safe("a\x1b[2Jb\x1b[31mred\x1b[0m\x1b]0;title\x07c") == "abredc"
+
+
+def test_a_steps_outcome_is_one_line_whatever_a_container_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console().step("prune") as report:
+        report.outcome = "removed x\x1b]0;title\x07\nfake line\r\x1b[31m"
+    said = capsys.readouterr().err
+    assert said.startswith("✓ prune   removed x fake line")
+    assert len(said.splitlines()) == 1
+    assert "\x1b" not in said
 
 
 def test_printable_text_of_any_language_stays() -> None:

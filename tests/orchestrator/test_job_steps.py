@@ -37,8 +37,8 @@ from orchestrator.train import Prepared, prepare, start_job
 from orchestrator.warmup import Warmed
 from payload.agent.release import tree_hash
 from payload.recipe import load_recipe
+from tests.program_runs import VENV, spec
 
-VENV = "0123456789abcdef"
 QUIET = Console(quiet=True)
 
 
@@ -65,18 +65,7 @@ def agent(container: Container) -> Iterator[Agent]:
 
 def start(agent: Agent, program: str, run_id: str | None = None) -> str:
     run_id = run_id or new_run_id()
-    spec: dict[str, Any] = {
-        "run_id": run_id,
-        "release": tree_hash(PAYLOAD),
-        "venv": VENV,
-        "cache": None,
-        "command": ["-u", "-c", program],
-        "env": {},
-        "recipe": {},
-        "nproc": 1,
-        "created_at": time.time(),
-    }
-    agent.call("start", {"run_id": run_id, "spec": spec})
+    agent.call("start", {"run_id": run_id, "spec": spec(run_id, program)})
     return run_id
 
 
