@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from payload.drafter.config import LAYER_TYPES
 from payload.errors import PayloadError
-from payload.recipe_yaml import Located, bind, locate, read_yaml
+from payload.recipe_check import check
+from payload.recipe_yaml import Located, bind, locate, read_yaml, shown
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -206,8 +205,16 @@ def recipe_from_dict(
 
 def _checked_with(located: Located, overrides: dict[str, Any] | None) -> Recipe:
     for key, value in (overrides or {}).items():
-        located = _override(located, key.split("."), value, f"override {key}")
-    return _checked(bind(Recipe, located), located)
+        keys, where = key.split("."), f"override {key}"
+        if len(keys) > 2:
+            raise PayloadError(
+                f"override: unknown key {shown(key)}.", hint="A key is section.name or name.", kind="usage"
+            )
+        locate(value, where)  # refuses what is nested without end
+        located = _override(located, keys, value, where)
+    recipe = bind(Recipe, located)
+    check(recipe, located)
+    return recipe
 
 
 def _override(located: Located, keys: list[str], value: Any, where: str) -> Located:
@@ -223,60 +230,3 @@ def _override(located: Located, keys: list[str], value: Any, where: str) -> Loca
     else:
         mapping[keys[0]] = locate(value, where)
     return Located(mapping, located.where)
-
-
-def _checked(recipe: Recipe, located: Located) -> Recipe:
-    """Refuse values that fit their type but not their meaning."""
-
-    def refuse(section: str, key: str, problem: str) -> None:
-        part = located.value.get(section, located)
-        item = part.value.get(key, part) if isinstance(part.value, dict) else part
-        raise PayloadError(f"{item.where}: {section}.{key} {problem}.", kind="usage")
-
-    positive = {
-        "drafter": ("num_layers", "initializer_range"),
-        "data": ("max_length", "min_loss_tokens", "regenerate_batch", "regenerate_max_new_tokens"),
-        "train": (
-            "steps", "batch_size", "num_anchors", "accumulation", "log_every", "checkpoint_every", "eval_every",
-            "eval_max_new_tokens", "keep_last", "prefetch",
-        ),
-        "optim": ("lr", "clip", "eps"),
-    }  # fmt: skip
-    for section in ("drafter", "data", "loss", "optim", "train"):
-        for key, value in vars(getattr(recipe, section)).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                refuse(section, key, "must be a finite number")
-    for section, keys in positive.items():
-        for key in keys:
-            if getattr(getattr(recipe, section), key) <= 0:
-                refuse(section, key, "must be greater than 0")
-    for section, key in (
-        ("optim", "warmup"), ("optim", "decay"), ("optim", "min_lr_ratio"), ("optim", "beta1"), ("optim", "beta2"),
-        ("loss", "dpace_alpha"),
-    ):  # fmt: skip
-        if not 0 <= getattr(getattr(recipe, section), key) <= 1:
-            refuse(section, key, "must lie between 0 and 1")
-    if recipe.drafter.block_size < 2:
-        refuse("drafter", "block_size", "must be at least 2: the anchor and one drafted token")
-    if (
-        recipe.drafter.layer_types is not None
-        and len(recipe.drafter.layer_types) != recipe.drafter.num_layers
-    ):
-        refuse("drafter", "layer_types", f"must name {recipe.drafter.num_layers} layers, one for each")
-    kinds = recipe.drafter.layer_types or ()
-    if unknown := sorted(set(kinds) - LAYER_TYPES.keys()):
-        refuse("drafter", "layer_types", f"knows no {unknown[0]}: each is {' or '.join(LAYER_TYPES)}")
-    if any(LAYER_TYPES[kind].windowed for kind in kinds) and not recipe.drafter.sliding_window:
-        refuse("drafter", "sliding_window", "is needed by the sliding layers")
-    if not recipe.data.train:
-        refuse("data", "train", "names no rows")
-    if recipe.train.assert_improves and not recipe.data.eval:
-        refuse("train", "assert_improves", "needs held-out prompts (data.eval)")
-    for role in ("targets", "drafters"):
-        ranks = getattr(recipe.topology, role)
-        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-            refuse("topology", role, "must name at least one rank, each once")
-    unused = set(range(recipe.topology.world_size)) - {*recipe.topology.targets, *recipe.topology.drafters}
-    if unused:
-        refuse("topology", "drafters", f"leaves ranks {sorted(unused)} without a role")
-    return recipe

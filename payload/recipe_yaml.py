@@ -15,6 +15,12 @@ from payload.errors import PayloadError
 
 T = TypeVar("T")
 
+_MAX_DEPTH = 16
+"""Of a recipe; its own sections need three."""
+_MAX_BITS = 63
+_SHOWN = 80
+"""Characters of a value in a message."""
+
 
 @dataclass(frozen=True)
 class Located:
@@ -25,29 +31,32 @@ class Located:
 
 
 def read_yaml(path: Path) -> Located:
-    """Read one YAML document. Raises ``PayloadError`` with file:line on a syntax error or a repeated key."""
+    """Read one YAML document. Raises ``PayloadError`` with file:line on a syntax error, an alias or a repeated key."""
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise PayloadError(f"Cannot read {path}: {error.strerror}.", kind="usage") from error
     except UnicodeDecodeError as error:
         raise PayloadError(f"{path} is not UTF-8 text.", kind="usage") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise PayloadError(f"{where}: not valid YAML: {problem}.", kind="usage") from error
+    node = _compose(text, path)
     if node is None:
         return Located({}, f"{path}:1")
     return _from_node(node, path)
 
 
-def locate(value: Any, where: str) -> Located:
-    """Wrap plain JSON-like data so that ``bind`` can report ``where`` for every part of it."""
+def locate(value: Any, where: str, depth: int = 0) -> Located:
+    """Wrap plain JSON-like data so that ``bind`` can report ``where`` for every part of it.
+
+    Raises ``PayloadError`` where it is nested deeper than any recipe.
+    """
+    if depth > _MAX_DEPTH:
+        raise PayloadError(f"{where[:_SHOWN]}: nested more than {_MAX_DEPTH} deep.", kind="usage")
     if isinstance(value, dict):
-        return Located({key: locate(item, f"{where}: {key}") for key, item in value.items()}, where)
+        return Located(
+            {key: locate(item, f"{where}: {key}", depth + 1) for key, item in value.items()}, where
+        )
     if isinstance(value, list | tuple):
-        return Located([locate(item, where) for item in value], where)
+        return Located([locate(item, where, depth + 1) for item in value], where)
     return Located(value, where)
 
 
@@ -61,8 +70,11 @@ def bind(kind: type[T], located: Located, name: str = "") -> T:
     for key, item in located.value.items():
         full = f"{name}.{key}" if name else str(key)
         if key not in fields:
+            unknown = full if len(full) <= _SHOWN else f"{full[:_SHOWN]}…"
             raise PayloadError(
-                f"{item.where}: unknown key {full}.", hint=f"Known keys: {', '.join(fields)}.", kind="usage"
+                f"{item.where}: unknown key {unknown}.",
+                hint=f"Known keys: {', '.join(fields)}.",
+                kind="usage",
             )
         values[key] = _fit(hints[key], item, full)
     for field in fields.values():
@@ -73,24 +85,69 @@ def bind(kind: type[T], located: Located, name: str = "") -> T:
     return kind(**values)
 
 
+class _Loader(yaml.SafeLoader):
+    """Composes what a recipe may be: no aliases, by which a few lines can mean endlessly many, and no deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="a recipe has no aliases (*name)", problem_mark=mark)
+        if self.depth == _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {_MAX_DEPTH} deep", problem_mark=mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+def _compose(text: str, path: Path) -> yaml.Node | None:
+    line = 0
+    try:
+        loader = _Loader(text)
+        try:
+            node: yaml.Node | None = loader.get_single_node()
+        except yaml.YAMLError:
+            raise
+        except (ValueError, OverflowError) as error:
+            # Numbers of an escape or a directive that fit no character and no integer.
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=loader.get_mark()) from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line if error.problem_mark else 0
+        problem = error.problem or str(error)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position)
+        problem = f"{error.reason} (character {error.character!r})"
+    else:
+        return node
+    raise PayloadError(f"{path}:{line + 1}: not valid YAML: {problem}.", kind="usage")
+
+
 def _from_node(node: yaml.Node, path: Path) -> Located:
     where = f"{path}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Located] = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value)
             line = f"{path}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise PayloadError(f"{line}: a key must be text.", kind="usage")
+            key = key_node.value
             if key in mapping:
-                raise PayloadError(f"{line}: {key} is given twice.", kind="usage")
+                raise PayloadError(f"{line}: {key[:_SHOWN]} is given twice.", kind="usage")
             mapping[key] = Located(_from_node(value_node, path).value, line)
         return Located(mapping, where)
     if isinstance(node, yaml.SequenceNode):
         return Located([_from_node(item, path) for item in node.value], where)
-    loader = yaml.SafeLoader("")
     try:
-        return Located(loader.construct_object(node), where)
-    except (yaml.YAMLError, ValueError) as error:
-        raise PayloadError(f"{where}: {node.value!r} is not a valid value.", kind="usage") from error
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
+        if isinstance(value, str):
+            value.encode()
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        # PyYAML's constructors raise whatever they trip over in a text that is not what its tag says.
+        raise PayloadError(f"{where}: {shown(node.value)} is not a valid value.", kind="usage") from error
+    return Located(value, where)
 
 
 def _fit(kind: Any, item: Located, name: str) -> Any:
@@ -135,13 +192,44 @@ def _fit_scalar(kind: Any, item: Located, name: str) -> Any:
                 raise _misfit(item, name, "a number") from None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _misfit(item, name, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _misfit(item, name, "a number below 1.8e308") from None
     wanted = {int: "a whole number", str: "text", bool: "true or false"}[kind]
     if type(value) is not kind:
         raise _misfit(item, name, wanted)
+    if type(value) is int and value.bit_length() > _MAX_BITS:
+        raise _misfit(item, name, f"a whole number of at most {_MAX_BITS} bits")
     return value
 
 
 def _misfit(item: Located, name: str, wanted: str) -> PayloadError:
-    shown = [part.value for part in item.value] if isinstance(item.value, list) else item.value
-    return PayloadError(f"{item.where}: {name} must be {wanted}, not {shown!r}.", kind="usage")
+    return PayloadError(f"{item.where}: {name} must be {wanted}, not {shown(item)}.", kind="usage")
+
+
+def shown(value: Any) -> str:
+    """A value in a message, as Python writes it but never long."""
+    plain = _plain(value)
+    if isinstance(plain, int) and plain.bit_length() > _MAX_BITS:
+        return "one of many digits"
+    text = repr(plain)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without where its parts stand; what is nested further than messages show is left out."""
+    if isinstance(value, Located):
+        return _plain(value.value)
+    if isinstance(value, list):
+        return [_brief(part) for part in value]
+    return {key: _brief(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def _brief(part: Any) -> Any:
+    inner = part.value if isinstance(part, Located) else part
+    return (
+        ...
+        if isinstance(inner, list | dict) or (type(inner) is int and inner.bit_length() > _MAX_BITS)
+        else inner
+    )

@@ -245,7 +245,7 @@ def _share_weights(
 def _read_spec(path: Path) -> dict[str, Any]:
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PayloadError(f"The spec {path} cannot be read: {error}", kind="usage") from error
     if not isinstance(spec, dict) or "recipe" not in spec:
         raise PayloadError(f"The spec {path} holds no recipe.", kind="usage")
