@@ -71,8 +71,8 @@ estimate: $(VENV)/.desk ## GPU memory that each role of a recipe needs (RECIPE=,
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(call on,JSON),--json)
 
-put: $(VENV)/.desk ## Bring a file or folder of the desk into the container (FILE=, TO=<path below root>)
-	@$(RUN) put $(if $(call given,TO),--to '$(TO)') $(if $(call given,FILE),-- '$(FILE)')
+put: $(VENV)/.desk ## Bring a file or folder of the desk into the container (FILE=, TO=<path below root>, DELETE=1: remove what is not at home)
+	@$(RUN) put $(if $(call on,DELETE),--delete) $(if $(call given,TO),--to '$(TO)') $(if $(call given,FILE),-- '$(FILE)')
 script: $(VENV)/.desk ## Run a file of the desk in the container (FILE=, ARGS="a b", IN_VENV=1, TIMEOUT=<seconds>)
 	@$(RUN) script $(if $(call on,IN_VENV),--venv) $(if $(call given,TIMEOUT),--timeout '$(TIMEOUT)') $(if $(call given,FILE),-- '$(FILE)' $(call given,ARGS))
 prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins

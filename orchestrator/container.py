@@ -24,6 +24,7 @@ from orchestrator.connection import BytesSink, Completed, Connection
 from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
 from orchestrator.inventory import Destination
 from orchestrator.retry import repeat
+from payload.agent.layout import PARTIAL_PREFIX
 
 CHUNK_BYTES = 256 * 1024
 _PROBE_TIMEOUT_S = 30.0
@@ -77,7 +78,8 @@ class Container:
         broke again and again.
         """
         target = PurePosixPath(path)
-        partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
+        # A name of its own length, since the target's may be as long as a name can be; prune knows it by its prefix.
+        partial = target.with_name(f"{PARTIAL_PREFIX}{secrets.token_hex(8)}")
         repeat(
             lambda: self._upload(source, path, partial, mode, on_progress),
             f"to send {target.name}",
@@ -117,16 +119,22 @@ class Container:
             raise self.explain(sent, f"{path} did not arrive whole")
 
     def sha256(self, path: str) -> str | None:
-        """The SHA-256 of a file in the container in hex; None when it cannot be read."""
-        done = self.run(["sha256sum", "--", path])
-        digest = done.stdout.decode("ascii", errors="replace").lstrip("\\").split(" ")[0].strip()
+        """The SHA-256 of a regular file in the container in hex; None when it is none, or cannot be read.
+
+        What is no regular file is not opened: a pipe or a device would be read for ever.
+        """
+        done = self.run(
+            ["find", path, "-maxdepth", "0", "-type", "f", "-exec", "sha256sum", "--zero", "--", "{}", "+"]
+        )
+        digest = done.stdout.decode("ascii", errors="replace").split(" ")[0]
         return digest if done.exit_status == 0 and len(digest) == 64 else None
 
     def sha256_in(self, folder: str, names: Sequence[str]) -> dict[str, str]:
         """The SHA-256 of each plain file ``names`` of a folder, in one command; without those that cannot be read."""
-        done = self.run(["env", "-C", folder, "sha256sum", "--zero", "--", *names])
+        plain = ("-maxdepth", "0", "-type", "f", "-exec", "sha256sum", "--zero", "--", "{}", "+")
+        done = self.run(["env", "-C", folder, "find", *(f"./{name}" for name in names), *plain])
         lines = done.stdout.decode("utf-8", errors="replace").split("\0")
-        return {line[66:]: line[:64] for line in lines if len(line) > 66}
+        return {line[68:]: line[:64] for line in lines if len(line) > 68}
 
     def download(
         self, path: str, destination: Path, *, size: int, sha256: str, on_progress: ByteProgress | None = None

@@ -8,6 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from payload.errors import PayloadError
 
+PARTIAL_PREFIX = ".dflash-partial-"
+"""How the name of a file begins that is on its way from the desk: it lies beside its place, wherever that is."""
+
 _CONTENT_NAME = re.compile(r"[0-9a-f]{16}")
 _FREE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODULE = re.compile(r"payload(\.[A-Za-z_][A-Za-z0-9_]*)+")

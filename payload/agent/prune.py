@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Iterator, List, Set
 
 from payload.agent import durable, state
-from payload.agent.layout import Layout, active_name
+from payload.agent.layout import PARTIAL_PREFIX, Layout, active_name
 from payload.agent.locks import hold
 from payload.agent.protocol import Events, Json, Request
 from payload.errors import PayloadError
@@ -43,6 +44,9 @@ def prune(request: Request, events: Events) -> Json:
                 events.progress(f"removing {path.relative_to(layout.root)}")
                 durable.remove(path)
                 removed.append(path.relative_to(layout.root).as_posix())
+        for path in _half_files(layout):
+            durable.remove(path)
+            removed.append(path.relative_to(layout.root).as_posix())
     return {"removed": removed}
 
 
@@ -69,4 +73,25 @@ def _old_uploads(layout: Layout) -> Iterator[Path]:
     found = list(layout.incoming.iterdir()) if layout.incoming.is_dir() else []
     for name in _UPLOADED_TO:
         found += durable.leftovers(layout.root / name)
-    return (entry for entry in found if time.time() - entry.lstat().st_mtime > _UPLOAD_AGE_S)
+    return filter(_is_given_up, found)
+
+
+def _half_files(layout: Layout) -> Iterator[Path]:
+    """What an interrupted `put` left, in whatever folder of the user's; links are not followed."""
+    own = {
+        layout.releases,
+        layout.venvs,
+        layout.caches,
+        layout.uv_cache,
+        layout.runs,
+        layout.locks,
+        layout.incoming,
+    }
+    for parent, folders, names in os.walk(layout.root):
+        folders[:] = [name for name in folders if Path(parent, name) not in own]
+        halves = [Path(parent, name) for name in names if name.startswith(PARTIAL_PREFIX)]
+        yield from filter(_is_given_up, halves)
+
+
+def _is_given_up(upload: Path) -> bool:
+    return time.time() - upload.lstat().st_mtime > _UPLOAD_AGE_S

@@ -20,6 +20,7 @@ from orchestrator.container import Container
 from orchestrator.errors import RemoteError, TransportError, UsageError
 from orchestrator.inventory import Destination
 from orchestrator.localnode.node import NodeInfo
+from payload.agent.layout import PARTIAL_PREFIX
 
 from .test_connection import ECHO_ARGUMENTS, arguments
 
@@ -58,7 +59,7 @@ def test_any_file_arrives_byte_exact_under_any_name(shared: Container, data: byt
     shared.upload(data, str(path), mode=0o640)
     assert path.read_bytes() == data
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert not [left for left in path.parent.iterdir() if left.name.startswith(f".{name}")]
+    assert not [left for left in path.parent.iterdir() if left.name.startswith(PARTIAL_PREFIX)]
 
 
 def test_a_hundred_megabytes_go_there_and_come_back(
@@ -237,3 +238,17 @@ def test_the_configuration_is_what_pct_says_and_nothing_for_a_container_that_is_
     assert config["unprivileged"] == "1"
     container.destination = container.destination.model_copy(update={"container_id": "999"})
     assert container.configuration() is None
+
+
+def test_what_is_no_regular_file_has_no_hash_and_keeps_nobody_waiting(
+    container: Container, folder: Path
+) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "zero").symlink_to("/dev/zero")
+    (folder / "file").write_bytes(b"x")
+    began = time.monotonic()
+    assert container.sha256(str(folder / "pipe")) is None
+    assert container.sha256(str(folder / "zero")) is None
+    assert container.sha256(str(folder)) is None
+    assert list(container.sha256_in(str(folder), ["pipe", "zero", "file"])) == ["file"]
+    assert time.monotonic() - began < 10
