@@ -57,9 +57,11 @@ def _front_matter(target: str) -> str:
 
 def _serving(block_size: int) -> str:
     return (
-        "vLLM: `--speculative-config "
-        f'\'{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {block_size - 1}}}\'`. '
-        "SGLang: `--speculative-algorithm DFLASH --speculative-draft-model-path <this folder>`."
+        "Not tried by the project that trained this drafter: `config.json` and `model.safetensors` are written in "
+        "z-lab's format, which these engines document for DFlash drafters. By their documentation the options are, for "
+        "vLLM, `--speculative-config "
+        f'\'{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {block_size - 1}}}\'`, '
+        "and for SGLang, `--speculative-algorithm DFLASH --speculative-draft-model-path <this folder>`; versions differ."
     )
 
 

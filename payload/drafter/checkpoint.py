@@ -28,6 +28,7 @@ from payload.errors import PayloadError
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
+EXPORT_DTYPE = torch.bfloat16
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -74,7 +75,7 @@ def save_drafter(
     _check_tensors(
         {name: tuple(tensor.shape) for name, tensor in state.items()}, config, "the drafter to save"
     )
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in state.items()}
+    tensors = {name: tensor.detach().to("cpu", EXPORT_DTYPE).contiguous() for name, tensor in state.items()}
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"

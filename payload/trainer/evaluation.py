@@ -1,4 +1,7 @@
-"""Held-out acceptance during training: the drafter's weights go to the targets, the result to all ranks."""
+"""Held-out acceptance during training: the drafter's weights go to the targets, the result to all ranks.
+
+What is measured is the drafter as it is exported: its fp32 masters rounded to the export's type, whatever the target's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from payload.acceptance import Acceptance
-from payload.drafter.checkpoint import tensor_shapes
+from payload.drafter.checkpoint import EXPORT_DTYPE, tensor_shapes
 from payload.trainer.program import DrafterProgram
 from payload.trainer.run import Run
 
@@ -31,7 +34,7 @@ def evaluate_everywhere(
     result = None
     if side is not None or lead:
         sent = {
-            name: state[name].to(run.ranks.device, run.shape.dtype)
+            name: state[name].to(run.ranks.device, EXPORT_DTYPE).to(run.shape.dtype)
             if lead
             else torch.empty(shape, device=run.ranks.device, dtype=run.shape.dtype)
             for name, shape in tensor_shapes(run.config).items()

@@ -163,7 +163,9 @@ def test_the_model_card_tells_recipe_data_and_metrics(saved):
         "| by position | 0.9, 0.5 |",
     ):
         assert row in text
-    assert '"num_speculative_tokens": 3' in text
+    serving = text.partition("## Serving")[2].partition("## Metrics")[0]
+    assert '"num_speculative_tokens": 3' in serving
+    assert serving.strip().startswith("Not tried by the project that trained this drafter")
 
 
 def test_a_card_for_a_folder_without_a_drafter_is_refused(tmp_path):

@@ -4,13 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from payload.drafter.checkpoint import load_drafter, save_drafter
+from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
 from payload.evaluate import find_drafter
 from payload.trainer.checkpoint import write_checkpoint
+from payload.trainer.evaluation import evaluate_everywhere
 from tests.payload.trainer.jobs import run, tiny_recipe
 from tests.payload.trainer.test_parts import CONFIG, snapshot
 
@@ -53,6 +58,31 @@ def test_a_run_is_evaluated_with_its_own_recipe_and_what_is_changed_of_it(
     assert final["result"]["drafter"].endswith("step-000006/drafter")
     assert (final["result"]["prompts"], final["result"]["tokens"]) == (20, 80)
     assert [(event["done"], event["total"]) for event in events if "done" in event] == [(0, 20), (16, 20)]
+
+
+def test_a_run_and_its_export_have_the_same_accepted_length(finished: tuple[Path, dict[str, Any]]) -> None:
+    root, made = finished
+    status, final, _ = ask(root, drafter="runs/a", device="cpu")
+    assert status == 0, final
+    last = made["job"].lines("eval")[-1]
+    for name in ("accepted_length", "accepted_by_position", "tokens", "target_forwards", "identical"):
+        assert final["result"][name] == last[name]
+
+
+def test_what_training_decodes_with_is_the_drafter_as_it_is_exported(tmp_path: Path) -> None:
+    drafter, seen = DFlashDrafter(CONFIG), {}
+    where = SimpleNamespace(rank=0, lead_drafter=0, lead_target=0, device=torch.device("cpu"))
+    alone = SimpleNamespace(evaluation=None, drafters=None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        shape = SimpleNamespace(dtype=dtype)
+        run = SimpleNamespace(config=CONFIG, ranks=where, roles=where, groups=alone, shape=shape)
+        side = SimpleNamespace(evaluate=lambda state, compare_plain: seen.update(state))
+        program = SimpleNamespace(full_state=drafter.state_dict)
+        evaluate_everywhere(run, side, program, compare_plain=False)  # type: ignore[arg-type]
+        exported, _ = load_drafter(save_drafter(tmp_path / "drafter", drafter, CONFIG), dtype=dtype)
+        for name, tensor in exported.state_dict().items():
+            assert seen[name].dtype == dtype
+            assert torch.equal(seen[name], tensor), name
 
 
 def test_a_run_is_evaluated_by_its_newest_whole_checkpoint(finished: tuple[Path, dict[str, Any]]) -> None:
