@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,7 @@ def run_script(
     Raises :class:`UsageError` for a file that cannot be read or has no ``#!`` line, and
     :class:`orchestrator.errors.OrchestratorError`.
     """
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}.") from None
-    if len(content) > MOST_BYTES:
-        raise UsageError(
-            f"{file} has more than {MOST_BYTES >> 20} MiB.", "A script is meant; send data another way."
-        )
+    content = _content(file)
 
     def on_event(event: dict[str, Any]) -> None:
         if event["event"] == "output":
@@ -51,3 +45,20 @@ def run_script(
         "timeout_s": timeout_s,
     }
     return int(agent.call("script", request, on_event=on_event)["exit_status"])
+
+
+def _content(file: Path) -> bytes:
+    try:
+        status = file.stat()
+        # A pipe or a device has no end that could be waited for, and may have no beginning.
+        if not stat.S_ISREG(status.st_mode):
+            what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+            raise UsageError(f"{file} is {what}, not a regular file.", "Write the script to a file first.")
+        if status.st_size > MOST_BYTES:
+            raise UsageError(
+                f"{file} has more than {MOST_BYTES >> 20} MiB.", "A script is meant; send data another way."
+            )
+        with file.open("rb") as opened:
+            return opened.read(MOST_BYTES)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}.") from None

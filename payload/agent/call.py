@@ -78,5 +78,5 @@ def call(request: Request, events: Events) -> Json:
     raise PayloadError(f"{module} ended with exit status {outcome.returncode} and no answer", tail)
 
 
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+def _to_stderr(line: bytes) -> None:
+    sys.stderr.write(line.decode("utf-8", "replace"))

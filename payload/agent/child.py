@@ -34,6 +34,14 @@ class Outcome:
     stderr_tail: Deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
 
 
+class NotRun(PayloadError):
+    """A program that the kernel did not run; ``reason`` is the kernel's."""
+
+    def __init__(self, program: str, reason: str) -> None:
+        super().__init__(f"cannot run {program}: {reason}")
+        self.reason = reason
+
+
 def run_child(
     argv: List[str],
     *,
@@ -41,27 +49,36 @@ def run_child(
     folder: Path,
     request: bytes = b"",
     on_stdout: Callable[[bytes], None],
-    on_stderr: Callable[[str], None],
+    on_stderr: Callable[[bytes], None],
     timeout_s: Optional[float],
 ) -> Outcome:
     """Run ``argv`` (a program by absolute path) in ``folder`` with exactly ``environment``, and wait for its end.
 
-    ``request`` is its stdin. Its lines go to ``on_stdout`` (bytes with the newline) and ``on_stderr`` (text).
+    ``request`` is its stdin. Its lines go to ``on_stdout`` and ``on_stderr`` with their newline; one of more
+    than 16 MiB comes in parts.
     When it ends, or after ``timeout_s``, or when the caller is gone, its whole tree is ended, reparented processes
-    included; should the agent be killed, the kernel kills the program. Raises PayloadError when it cannot be run.
+    included; should the agent be killed, the kernel kills the program. Raises NotRun when it cannot be run.
     """
     become_subreaper()
-    command = [sys.executable, "-I", "-S", "-B", str(_LEASH), str(os.getpid()), *argv]
+    failure, failure_writer = os.pipe()
+    command = [sys.executable, "-I", "-S", "-B", str(_LEASH), str(os.getpid()), str(failure_writer), *argv]
     outcome = Outcome()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=dict(environment),
-        cwd=folder,
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,
+            pass_fds=(failure_writer,),
+        )
+    except BaseException:
+        os.close(failure)
+        raise
+    finally:
+        os.close(failure_writer)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -77,7 +94,7 @@ def run_child(
         text = line.decode("utf-8", "replace").rstrip()
         if text:
             outcome.stderr_tail.append(text)
-            on_stderr(text)
+        on_stderr(line)
 
     failures: List[BaseException] = []
     threads = [
@@ -99,13 +116,15 @@ def run_child(
         process.wait()
         if handle is not None:
             os.close(handle)
+        with os.fdopen(failure, "rb") as why:
+            reason = why.read().decode("utf-8", "replace")
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
+    if reason:
+        raise NotRun(argv[0], reason)
     outcome.returncode = process.returncode
-    if outcome.returncode == 127 and outcome.stderr_tail:
-        raise PayloadError(outcome.stderr_tail[-1])
     return outcome
 
 

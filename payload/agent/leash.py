@@ -1,7 +1,8 @@
-"""``leash.py PARENT_PID PROGRAM ARGS...``: become PROGRAM, which the kernel kills when the parent dies.
+"""``leash.py PARENT_PID DESCRIPTOR PROGRAM ARGS...``: become PROGRAM, which the kernel kills when the parent dies.
 
 Run as a file in front of everything that the agent runs and waits for, so that nothing of it outlives an agent
-that was killed.
+that was killed. Why PROGRAM cannot be run is written to DESCRIPTOR, which PROGRAM does not inherit: its own words and
+its exit status stay its own.
 """
 
 import ctypes
@@ -14,7 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Set the parent-death signal (prctl(2); it survives exec) and exec."""
-    parent, argv = int(sys.argv[1]), sys.argv[2:]
+    parent, failure, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    os.set_inheritable(failure, False)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     # The parent may have died before the line above.
     if os.getppid() != parent:
@@ -22,7 +24,7 @@ def main() -> None:
     try:
         os.execve(argv[0], argv, os.environ)
     except OSError as error:
-        sys.stderr.write(f"cannot run {argv[0]}: {error.strerror}\n")
+        os.write(failure, str(error.strerror).encode())
         sys.exit(127)
 
 

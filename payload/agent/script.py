@@ -7,15 +7,19 @@ import binascii
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import shutil
+from pathlib import Path
 from typing import Dict, List
 
-from payload.agent.child import run_child
+from payload.agent.child import NotRun, run_child
 from payload.agent.environment import base_environment, venv_environment
 from payload.agent.layout import Layout, active_name
 from payload.agent.protocol import Events, Json, Request
 from payload.errors import PayloadError
+
+_PIECE_BYTES = 1024 * 1024
 
 
 def script(request: Request, events: Events) -> Json:
@@ -24,9 +28,9 @@ def script(request: Request, events: Events) -> Json:
     It is run as any program is: by its ``#!`` line, or as ELF, with ``args``, in the folder it lies in, without
     standard input. With ``venv``, the environment is that of a payload module in the venv in use, so that
     ``#!/usr/bin/env python3`` is the venv's Python; else PATH, HOME and LANG. Its lines come as events ``output`` with
-    ``stream`` (``stdout`` or ``stderr``) and ``data`` (base64). Returns ``exit_status``, 128 + N for signal N.
-    Raises PayloadError when it cannot be run, or does not end within ``timeout_s`` and was stopped, with everything
-    that it had started.
+    ``stream`` (``stdout`` or ``stderr``) and ``data`` (base64), a long one in pieces. Returns ``exit_status``, 128 + N
+    for signal N. Raises PayloadError when it cannot be run, or does not end within ``timeout_s`` and was stopped,
+    with everything that it had started.
     """
     layout = Layout.at(request.root)
     arguments = _arguments(request)
@@ -44,9 +48,11 @@ def script(request: Request, events: Events) -> Json:
             environment=environment,
             folder=folder,
             on_stdout=lambda line: _output(events, "stdout", line),
-            on_stderr=lambda line: _output(events, "stderr", line.encode("utf-8", "replace") + b"\n"),
+            on_stderr=lambda line: _output(events, "stderr", line),
             timeout_s=timeout_s,
         )
+    except NotRun as error:
+        raise _not_run(program.name, content, error.reason) from None
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
@@ -57,7 +63,24 @@ def script(request: Request, events: Events) -> Json:
 
 
 def _output(events: Events, stream: str, line: bytes) -> None:
-    events.event("output", stream=stream, data=base64.b64encode(line).decode("ascii"))
+    # The desk takes no protocol line of more than 8 MiB.
+    for start in range(0, len(line), _PIECE_BYTES):
+        data = base64.b64encode(line[start : start + _PIECE_BYTES])
+        events.event("output", stream=stream, data=data.decode("ascii"))
+
+
+def _not_run(name: str, content: bytes, reason: str) -> PayloadError:
+    """Why the kernel did not run the script: it says the same of a missing interpreter as of a missing file."""
+    # As the kernel reads it: a carriage return of an editor belongs to the name.
+    line = re.match(rb"#![ \t]*([^ \t\n]+)", content)
+    interpreter = os.fsdecode(line.group(1)) if line else ""
+    if interpreter and not Path(interpreter).exists():
+        return PayloadError(
+            f"{name} cannot be run: its #! line names {interpreter!r}, which is not in the container",
+            "Install it there, or name another: #!/usr/bin/env python3, for example.",
+            kind="usage",
+        )
+    return PayloadError(f"{name} cannot be run: {reason}")
 
 
 def _arguments(request: Request) -> List[str]:

@@ -194,14 +194,16 @@ class Uv:
     def _run(
         self, argv: List[str], environment: Mapping[str, str], report: Callable[[str], None], problem: str
     ) -> None:
-        def show(line: str) -> None:
-            report(redact(line))
+        def show(line: bytes) -> None:
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                report(redact(text))
 
         outcome = run_child(
             argv,
             environment=environment,
             folder=self.layout.root,
-            on_stdout=lambda line: show(line.decode("utf-8", "replace").rstrip()),
+            on_stdout=show,
             on_stderr=show,
             timeout_s=None,
         )

@@ -92,6 +92,39 @@ def test_a_file_that_names_no_interpreter_says_what_to_write(container: FakeCont
     assert "#!/usr/bin/env python3" in reply.error["hint"]
 
 
-def test_an_interpreter_that_is_not_there_is_said(container: FakeContainer) -> None:
-    reply = ask(container, b"#!/no/such/interpreter\n")
-    assert reply.error is not None or (reply.result or {}).get("exit_status") != 0
+@pytest.mark.parametrize("interpreter", ["/no/such/interpreter", "/bin/sh\r", "relative/sh"])
+def test_an_interpreter_that_is_not_there_is_said_once(container: FakeContainer, interpreter: str) -> None:
+    reply = ask(container, f"#! {interpreter} -x\n".encode())
+    assert reply.error is not None
+    assert f"probe.py cannot be run: its #! line names {interpreter!r}" in reply.error["message"]
+    assert reply.error["kind"] == "usage"
+    assert [event for event in reply.events if event["event"] == "output"] == []
+    assert list((container.root / "incoming").iterdir()) == []
+
+
+def test_what_the_kernel_runs_not_for_another_reason_is_said_once_too(container: FakeContainer) -> None:
+    reply = ask(container, b"\x7fELF, and nothing of it")
+    assert reply.error is not None
+    assert "probe.py cannot be run: Exec format error" in reply.error["message"]
+    assert said(reply, "stderr") == b""
+
+
+def test_the_exit_status_of_a_command_that_is_not_found_is_the_scripts_own(container: FakeContainer) -> None:
+    reply = ask(container, b"#!/bin/sh\nno-such-command\n")
+    assert reply.result == {"exit_status": 127}
+    assert said(reply, "stderr").count(b"no-such-command") == 1
+
+
+def test_standard_error_comes_back_byte_for_byte(container: FakeContainer) -> None:
+    reply = ask(container, b"#!/bin/sh\nprintf 'a  \\n\\n\\377 end' >&2\n")
+    assert said(reply, "stderr") == b"a  \n\n\xff end"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_of_any_length_comes_back_whole_in_protocol_lines_that_the_desk_takes(
+    container: FakeContainer, stream: str
+) -> None:
+    program = f"#!/usr/bin/env python3\nimport sys\nsys.{stream}.write('x' * 20_000_000 + '\\n')\n"
+    reply = ask(container, program.encode())
+    assert said(reply, stream) == b"x" * 20_000_000 + b"\n"
+    assert max(len(event["data"]) for event in reply.events if event["event"] == "output") < 2 * 1024 * 1024
