@@ -27,21 +27,20 @@ import torch
 
 from payload.agent.durable import read_json
 from payload.agent.protocol import Events, Request, serve
-from payload.data.sealed import open_sealed
 from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
 from payload.drafter.checkpoint import load_drafter
 from payload.errors import PayloadError
 from payload.recipe import Recipe, recipe_from_dict
 from payload.target import Target
-from payload.trainer.checkpoint import best_checkpoint, checkpoint_folders
+from payload.trainer.checkpoint import find_drafter
 from payload.trainer.heldout import PROMPTS_AT_ONCE, Sampling, held_out_prompts, measure
 
 
 def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
     """Handle one request (see the module). Raises PayloadError when drafter, target or prompts are missing."""
     named = Path(request.root) / request.need("drafter", str)
-    folder = find_drafter(named, request.get("checkpoint", str) or "newest", events)
+    folder = find_drafter(named, request.get("checkpoint", str) or "newest", events.note)
     recipe = _with_prompts(_recipe(request, named), request)
     device = torch.device(request.get("device", str) or ("cuda" if torch.cuda.is_available() else "cpu"))
     spec = recipe.target
@@ -86,38 +85,6 @@ def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
         "drafter": str(folder),
         "temperature": temperature,
     }
-
-
-def find_drafter(path: Path, checkpoint: str, events: Events) -> Path:
-    """The drafter's folder that ``path`` is, or that a whole checkpoint of the run ``path`` holds.
-
-    ``checkpoint`` is ``newest``, ``best`` or a step's number. Raises PayloadError (kind usage) when there is none.
-    """
-    if (path / "config.json").is_file():
-        return path
-    folders = checkpoint_folders(path / "checkpoints")
-    if checkpoint.isdecimal():
-        folders = {step: folder for step, folder in folders.items() if step == int(checkpoint)}
-    elif checkpoint == "best":
-        best = best_checkpoint(path / "checkpoints")
-        folders = {} if best is None else {best: folders[best]}
-    elif checkpoint != "newest":
-        raise PayloadError(
-            f"checkpoint is {checkpoint!r}.", "It is newest, best or a step's number.", "usage"
-        )
-    for _, folder in sorted(folders.items(), reverse=True):
-        try:
-            open_sealed(folder)
-        except PayloadError as error:
-            events.note(f"warning: passed over: {error.message}")
-            continue
-        return folder / "drafter"
-    which = {"newest": "", "best": " that was measured"}.get(checkpoint, f" of step {checkpoint}")
-    raise PayloadError(
-        f"There is no drafter in {path}: neither an export nor a run with a whole checkpoint{which}.",
-        hint="Name a folder with config.json and model.safetensors, or a run that has written a checkpoint.",
-        kind="usage",
-    )
 
 
 def _recipe(request: Request, drafter: Path) -> Recipe:

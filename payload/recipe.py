@@ -99,6 +99,9 @@ class TrainSpec:
     """One optimizer step is ``batch_size * accumulation`` rows on each drafter."""
 
     steps: int
+    from_pretrained: str | None = None
+    """A drafter to begin with instead of random weights: its folder in z-lab's format, or ``runs/<run id>``, whose
+    newest checkpoint is taken. Its weights alone: optimizer and schedule begin anew."""
     batch_size: int = 4
     num_anchors: int = 512
     accumulation: int = 1
@@ -158,6 +161,9 @@ class Recipe:
         plain = self.to_dict()
         plain.pop("name")
         plain.pop("compile")
+        if plain["train"]["from_pretrained"] is None:
+            # Runs from before there was a choice go on.
+            plain["train"].pop("from_pretrained")
         plain["train"]["accumulation"] *= len(plain.pop("topology")["drafters"])
         for key in (
             "log_every",

@@ -61,7 +61,7 @@ def _serving(block_size: int) -> str:
         "z-lab's format, which these engines document for DFlash drafters. By their documentation the options are, for "
         "vLLM, `--speculative-config "
         f'\'{{"method": "dflash", "model": "<this folder>", "num_speculative_tokens": {block_size - 1}}}\'`, '
-        "and for SGLang, `--speculative-algorithm DFLASH --speculative-draft-model-path <this folder>`; versions differ."
+        "and for SGLang, `--speculative-algorithm DFLASH --speculative-draft-model-path <this folder>`."
     )
 
 

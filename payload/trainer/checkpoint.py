@@ -124,10 +124,50 @@ def checkpoint_to_resume(
     if found is not None and read_progress(found).identity != identity:
         raise PayloadError(
             "The checkpoint to resume from was made by another recipe, on other data or with another target.",
-            hint="Resume with the recipe, data and target of that run, or start a new run.",
+            hint="Resume with the recipe, data and target of that run: a resume is exact, and all steps depend on "
+            f"train.steps. To train otherwise or on, start a new run from its drafter: {train_on(found)}.",
             kind="refused",
         )
     return found
+
+
+def train_on(checkpoint: Path) -> str:
+    """What a recipe says to begin with the drafter of the run that wrote ``checkpoint``."""
+    run_dir = checkpoint.resolve().parent.parent
+    name = f"runs/{run_dir.name}" if run_dir.parent.name == "runs" else run_dir
+    return f"train.from_pretrained={name}"
+
+
+def find_drafter(path: Path, checkpoint: str, warn: Callable[[str], None]) -> Path:
+    """The drafter's folder that ``path`` is, or that a whole checkpoint of the run ``path`` holds.
+
+    ``checkpoint`` is ``newest``, ``best`` or a step's number. Raises PayloadError (kind usage) when there is none.
+    """
+    if (path / "config.json").is_file():
+        return path
+    folders = checkpoint_folders(path / "checkpoints")
+    if checkpoint.isdecimal():
+        folders = {step: folder for step, folder in folders.items() if step == int(checkpoint)}
+    elif checkpoint == "best":
+        best = best_checkpoint(path / "checkpoints")
+        folders = {} if best is None else {best: folders[best]}
+    elif checkpoint != "newest":
+        raise PayloadError(
+            f"checkpoint is {checkpoint!r}.", "It is newest, best or a step's number.", "usage"
+        )
+    for _, folder in sorted(folders.items(), reverse=True):
+        try:
+            open_sealed(folder)
+        except PayloadError as error:
+            warn(f"warning: passed over: {error.message}")
+            continue
+        return folder / "drafter"
+    which = {"newest": "", "best": " that was measured"}.get(checkpoint, f" of step {checkpoint}")
+    raise PayloadError(
+        f"There is no drafter in {path}: neither an export nor a run with a whole checkpoint{which}.",
+        hint="Name a folder with config.json and model.safetensors, or a run that has written a checkpoint.",
+        kind="usage",
+    )
 
 
 def drop_old_checkpoints(checkpoints: Path, keep_last: int) -> list[int]:

@@ -24,13 +24,16 @@ from payload.target import Target
 from payload.trainer.checkpoint import (
     Progress,
     Snapshot,
+    checkpoint_folders,
     checkpoint_to_resume,
     read_checkpoint,
     read_progress,
+    train_on,
 )
 from payload.trainer.drafter_side import DrafterSide
 from payload.trainer.failure import EXIT_FAILED, EXIT_STOPPED, EarlyEnd, Failure, tell
 from payload.trainer.heldout import HeldOut, held_out_prompts
+from payload.trainer.initial import initial_weights
 from payload.trainer.metrics import MetricsLog
 from payload.trainer.preparation import Prepared, prepare_run
 from payload.trainer.program import DrafterProgram, TargetProgram, compiles_target, supply_shape
@@ -134,7 +137,8 @@ def _train(
     is_drafter = ranks.rank in roles.drafters
     prepared, target = None, None
     if ranks.rank == roles.lead_target:
-        prepared, target = prepare_run(recipe, run_dir, _root_of(run_dir), ranks.device, stop)
+        begins = spec.get("resume_from") is None and not checkpoint_folders(run_dir / "checkpoints")
+        prepared, target = prepare_run(recipe, run_dir, _root_of(run_dir), ranks.device, stop, begins)
     prepared = ranks.broadcast_object(prepared, roles.lead_target)
     if is_target and target is None:
         target = Target.load(prepared.target, ranks.device, compiles_target(recipe, ranks.device))
@@ -148,6 +152,11 @@ def _train(
         roles.lead_drafter,
     )
     progress = read_progress(resumed) if resumed is not None else Progress(step=0, identity=identity)
+    if resumed is not None and progress.step >= recipe.train.steps and ranks.rank == roles.lead_drafter:
+        say(
+            f"all {recipe.train.steps} steps are done already. To train on, start a new run from its drafter: "
+            f"{train_on(resumed)}"
+        )
     first_step = progress.step + 1
     run = Run(
         recipe=recipe,
@@ -196,10 +205,16 @@ def _drafter_program(
     recipe = run.recipe
     torch.manual_seed(recipe.train.seed)
     drafter = DFlashDrafter(run.config)
+    lead = run.ranks.rank == run.roles.lead_drafter
+    name = recipe.train.from_pretrained
     if snapshot is not None:
         drafter.load_state_dict(snapshot.weights)
+    elif name is not None:
+        drafter.load_state_dict(initial_weights(name, run.config, say if lead else lambda line: None))
+        if lead:
+            say(f"beginning with the drafter of {name}")
     decision = decide(recipe.compile, run.ranks.device.type)
-    if run.ranks.rank == run.roles.lead_drafter:
+    if lead:
         say(f"compile: {'yes' if decision.compiled else 'no'}: {decision.reason}")
     program = DrafterProgram(
         recipe,

@@ -23,6 +23,7 @@ from payload.drafter.config import DrafterConfig
 from payload.errors import PayloadError
 from payload.recipe import Recipe, TargetSpec
 from payload.target import Target
+from payload.trainer.initial import find_initial
 from payload.trainer.program import TargetProgram, compiles_target, drafter_config_for
 from payload.trainer.ranks import StopSignal, say
 
@@ -45,15 +46,21 @@ class Prepared:
 
 
 def prepare_run(
-    recipe: Recipe, run_dir: Path, root: Path, device: torch.device, stop: StopSignal
+    recipe: Recipe, run_dir: Path, root: Path, device: torch.device, stop: StopSignal, begins: bool
 ) -> tuple[Prepared, Target]:
-    """Bring about target and training set, on the lead target; what is there already is used again."""
+    """Bring about target and training set, on the lead target; what is there already is used again.
+
+    ``begins``: there is no checkpoint to go on from, so that the recipe's initial drafter must be there.
+    """
     spec = recipe.target
     if spec.model == "demo":
         spec = replace(spec, model=str(ensure_demo_target(root, say, lambda: stop.received)))
     target = Target.load(spec, device, compiles_target(recipe, device))
     tokenizer = load_tokenizer(spec)
     config = drafter_config_for(recipe, target.config, tokenizer.mask_token_id)
+    if begins and recipe.train.from_pretrained is not None:
+        # Before hours may go into answers and features.
+        find_initial(recipe.train.from_pretrained, config, lambda line: None)
     packed = run_dir / "data" / "packed.safetensors"
     rows = until_stopped(_training_rows(recipe, spec, root, target, tokenizer, stop), stop)
     facts = prepare(rows, tokenizer, recipe.data.max_length, recipe.data.min_loss_tokens, packed)

@@ -135,6 +135,7 @@ def test_the_digest_changes_with_what_is_computed_and_not_with_how_it_is_watched
     assert load_recipe("tiny-cpu", {"train.log_every": 1, "name": "other"}).digest() == plain
     assert load_recipe("tiny-cpu", {"optim.lr": 1}).digest() != plain
     assert load_recipe("tiny-cpu", {"topology.targets": [0, 1]}).digest() == plain
+    assert load_recipe("tiny-cpu", {"train.from_pretrained": "runs/a"}).digest() != plain
     two = load_recipe("tiny-cpu", {"topology.drafters": [0, 1]}).digest()
     assert two == load_recipe("tiny-cpu", {"train.accumulation": 2}).digest() != plain
 

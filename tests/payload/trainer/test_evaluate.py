@@ -13,8 +13,7 @@ import torch
 from payload.drafter.checkpoint import load_drafter, save_drafter
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
-from payload.evaluate import find_drafter
-from payload.trainer.checkpoint import write_checkpoint
+from payload.trainer.checkpoint import find_drafter, write_checkpoint
 from payload.trainer.evaluation import evaluate_everywhere
 from tests.payload.trainer.jobs import run, tiny_recipe
 from tests.payload.trainer.test_parts import CONFIG, snapshot
@@ -98,24 +97,14 @@ def test_a_run_is_evaluated_by_its_newest_whole_checkpoint(finished: tuple[Path,
     assert any("passed over" in event.get("message", "") for event in events)
 
 
-class Notes:
-    """An ``Events`` that keeps what a person would see."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.lines.append(message)
-
-
 def test_a_checkpoint_is_chosen_by_newest_by_step_or_as_the_best(tmp_path: Path) -> None:
     for step, accepted in ((1, 2.0), (2, 3.0), (3, None)):
         write_checkpoint(tmp_path / "checkpoints", snapshot(step, accepted), CONFIG)
     for checkpoint, step in (("newest", 3), ("1", 1), ("best", 2)):
-        found = find_drafter(tmp_path, checkpoint, Notes())  # type: ignore[arg-type]
+        found = find_drafter(tmp_path, checkpoint, print)
         assert found == tmp_path / "checkpoints" / f"step-{step:06d}" / "drafter"
-        assert find_drafter(found, checkpoint, Notes()) == found  # type: ignore[arg-type]
+        assert find_drafter(found, checkpoint, print) == found
     for checkpoint, words in (("9", "no drafter in .* of step 9"), ("latest", "newest, best or a step")):
         with pytest.raises(PayloadError, match=words) as caught:
-            find_drafter(tmp_path, checkpoint, Notes())  # type: ignore[arg-type]
+            find_drafter(tmp_path, checkpoint, print)
         assert caught.value.kind == "usage"
