@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.agent import Agent
 from orchestrator.checks import Finding, Needs, Seen, Severity, judge, needs_of, worst
-from orchestrator.checks.model import mappings, number, text
+from orchestrator.checks.model import going_on, mappings, number, text
 from orchestrator.console import Console, StepReport, safe
 from orchestrator.container import Container
 from orchestrator.deploy import Payload, deploy
@@ -63,7 +63,9 @@ def examine(
     A container that is there and does not answer is a finding too. Raises
     :class:`orchestrator.errors.OrchestratorError` when the host cannot be asked about it.
     """
-    needs = needs_of(container.settings, container.destination.container_id, recipe)
+    needs = needs_of(
+        container.settings, container.destination.container_id, recipe, container.destination.make_arguments
+    )
     try:
         # pct exec into a frozen container waits for ever, and the agent's own deadlines are for long work.
         container.run(["true"], timeout_s=ANSWER_S)
@@ -84,7 +86,8 @@ def look(agent: Agent, needs: Needs, report: StepReport) -> Seen:
     with ThreadPoolExecutor(1) as pool:
         config = pool.submit(agent.container.configuration)
         asked = time.time()
-        facts = agent.call("facts", {"port": needs.port}, on_event=report.on_event, timeout_s=FACTS_TIMEOUT_S)
+        question = {"port": needs.port, "paths": needs.paths}
+        facts = agent.call("facts", question, on_event=report.on_event, timeout_s=FACTS_TIMEOUT_S)
         answered = time.time()
         told = number(facts.get("time"))
         return Seen(
@@ -110,6 +113,10 @@ def try_cuda(
         return seen
     if not mappings(seen.facts.get("nvidia_nodes")):
         return replace(seen, cuda_untried="there is no GPU node")
+    if runs := going_on(seen.facts):
+        return replace(
+            seen, cuda_untried=f"run {', '.join(sorted(runs))} is going on, and has the GPUs' memory"
+        )
     report.update("starting CUDA in the venv")
     visible = ",".join(map(str, job_gpus(agent.container.settings)))
     request: dict[str, Any] = {

@@ -56,7 +56,9 @@ def prepare(
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
     agent = Agent.of_release(container, deployed.release)
     refuse_while_a_job_runs(agent)
-    needs = needs_of(container.settings, container.destination.container_id, recipe)
+    needs = needs_of(
+        container.settings, container.destination.container_id, recipe, container.destination.make_arguments
+    )
     with console.step("check") as report:
         seen = look(agent, needs, report)
         findings = judge(seen, needs)

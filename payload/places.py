@@ -21,16 +21,20 @@ def place(name: str) -> Path:
     return path if path.is_absolute() or not root else Path(root) / path
 
 
+def is_surely_a_folder(name: str) -> bool:
+    """Whether the target ``name`` of a recipe can be no name of the hub: ``./x``, ``/x``, ``~/x``, ``a/b/c``."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def place_or_hub_name(name: str) -> str:
     """``name`` as transformers takes it: the folder that it means when there is one, else as it is, a hub's name.
 
-    Raises PayloadError (kind ``usage``) for what can only be a folder (``./x``, ``/x``, ``~/x``, ``a/b/c``) and is
-    none.
+    Raises PayloadError (kind ``usage``) for what can only be a folder (:func:`is_surely_a_folder`) and is none.
     """
     folder = place(name)
     if folder.is_dir():
         return str(folder)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if is_surely_a_folder(name):
         raise PayloadError(
             f"there is no folder {folder}",
             "Put the model there, or name another: target.model=<folder>.",

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.checks import gpus, machine
+from orchestrator.checks import gpus, inputs, machine
 from orchestrator.checks.model import SEVERITIES, Finding, Needs, Seen, Severity, needs_of
 
 __all__ = ["Finding", "Needs", "Seen", "Severity", "judge", "needs_of", "worst"]
 
 
 def judge(seen: Seen, needs: Needs) -> list[Finding]:
-    """Every check's finding, in the order in which a person would look: the container first, then its GPUs."""
-    checks = (*machine.CHECKS, *gpus.CHECKS)
+    """Every check's finding, in the order in which a person would look: the container, its GPUs, what the run reads."""
+    checks = (*machine.CHECKS, *gpus.CHECKS, *inputs.CHECKS)
     return [finding for check in checks for finding in check(seen, needs)]
 
 

@@ -7,7 +7,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrator.checks.model import Finding, Needs, Seen, mappings, named, number, pid, text
+from orchestrator.checks.model import (
+    Finding,
+    Needs,
+    Seen,
+    Severity,
+    going_on,
+    mappings,
+    named,
+    number,
+    pid,
+    text,
+)
 
 MINIMUM_DRIVER: dict[int, tuple[int, ...]] = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
 """The oldest Linux driver for each major version of CUDA: NVIDIA's CUDA Toolkit release notes, "CUDA Toolkit and
@@ -150,9 +161,12 @@ def free(seen: Seen, needs: Needs) -> Iterator[Finding]:
             else f"pct exec {needs.container_id} -- kill {pid(who)}"
             for who in holders
         ]
+        # What a run holds that is going on is where it belongs, which another check tells.
+        others = [who for who in holders if text(who.get("run_id")) not in going_on(seen.facts)]
+        severity: Severity = "error" if others else "warning"
         yield Finding(
             "free",
-            "error",
+            severity,
             "held by " + "; ".join(named(who) for who in holders[:4]) + _more(len(holders) - 4),
             why,
             "end what holds them: " + "; ".join(dict.fromkeys(fixes[:4])),

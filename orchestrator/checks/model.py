@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from orchestrator.inventory import ContainerSettings
 from orchestrator.recipes import job_gpus
+from payload.places import is_surely_a_folder
 from payload.recipe import Recipe
 
 Severity = Literal["ok", "warning", "error"]
@@ -17,6 +18,10 @@ SEVERITIES: tuple[Severity, ...] = ("ok", "warning", "error")
 
 DEFAULT_MASTER_PORT = 29500
 """torch.distributed's own default, used where MASTER_PORT is not set."""
+
+DEMO = "demo"
+HUB = "hub:"
+"""What a recipe names that is no path: the demo's own target and rows, and rows of the hub."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Needs:
 
     ``gpus``: the GPUs that it uses, as nvidia-smi numbers them; empty for a run on CPUs. ``cuda``: the version of
     the pinned torch build, null when the pin does not say. ``must_compile``: whether it fails without a compiler.
+    ``target`` and ``rows`` are the paths that the recipe names, as it names them (null and none for the demo's own and
+    what is the hub's for certain); ``target_file`` is what the target's folder must hold. ``place`` is what a make
+    target takes to mean this container, ``root`` its root.
     """
 
     recipe: str
@@ -45,6 +53,21 @@ class Needs:
     cuda: str | None
     must_compile: bool
     port: int = DEFAULT_MASTER_PORT
+    target: str | None = None
+    target_file: str = ""
+    rows: tuple[str, ...] = ()
+    place: str = ""
+    root: str = ""
+
+    @property
+    def paths(self) -> list[str]:
+        """What the container is asked about."""
+        return [*([self.target, self.target_file] if self.target is not None else []), *self.rows]
+
+    @property
+    def target_may_be_of_the_hub(self) -> bool:
+        """By the rule of :func:`payload.places.place_or_hub_name`."""
+        return self.target is not None and not is_surely_a_folder(self.target)
 
 
 @dataclass(frozen=True)
@@ -64,12 +87,14 @@ class Seen:
     cuda_untried: str = "there is no venv yet"
 
 
-def needs_of(settings: ContainerSettings, container_id: str, recipe: Recipe) -> Needs:
-    """What ``recipe`` needs of a container with these settings.
+def needs_of(settings: ContainerSettings, container_id: str, recipe: Recipe, place: str = "") -> Needs:
+    """What ``recipe`` needs of a container with these settings, which ``place`` means on a command line.
 
     A recipe in float32, and any with a CPU build of torch, runs on CPUs and asks for no GPU.
     """
     ranks = recipe.topology.world_size
+    target = None if recipe.target.model == DEMO else recipe.target.model
+    sources = dict.fromkeys((*recipe.data.train, *recipe.data.eval))
     wants_gpus = not _is_cpu_build(settings) and recipe.target.dtype != "float32"
     return Needs(
         recipe=recipe.name,
@@ -79,6 +104,11 @@ def needs_of(settings: ContainerSettings, container_id: str, recipe: Recipe) -> 
         cuda=_pinned_cuda(settings),
         must_compile=wants_gpus or recipe.compile == "on",
         port=_master_port(settings),
+        target=target,
+        target_file=f"{target}/{recipe.target.gguf_file or 'config.json'}" if target else "",
+        rows=tuple(source for source in sources if source != DEMO and not source.startswith(HUB)),
+        place=place,
+        root=settings.root,
     )
 
 
@@ -124,6 +154,11 @@ def mapping(value: object) -> Mapping[str, Any]:
 def mappings(value: object) -> list[Mapping[str, Any]]:
     """The objects of a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def going_on(facts: Mapping[str, Any]) -> set[str]:
+    """The ids of the runs that are going on."""
+    return {text(run.get("run_id")) for run in mappings(facts.get("runs"))} - {""}
 
 
 def gib(count: float) -> str:

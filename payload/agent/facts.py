@@ -18,12 +18,14 @@ import time
 from pathlib import Path
 from typing import List, Optional
 
+from payload.agent import state
 from payload.agent.holders import gpu_processes, port
 from payload.agent.layout import Layout, active_name
 from payload.agent.processes import boot_id
 from payload.agent.protocol import Events, Json, Request
 from payload.agent.status import disk
 from payload.agent.system import gpu_holders, gpus, has_systemd
+from payload.errors import PayloadError
 
 _COMPILER_TIMEOUT_S = 10.0
 
@@ -31,8 +33,9 @@ _COMPILER_TIMEOUT_S = 10.0
 def facts(request: Request, events: Events) -> Json:
     """Verb: facts as they are found; null where something cannot be told.
 
-    Needs no root and changes nothing. ``gpus`` is null when nvidia-smi is there and does not answer. The field
-    ``port`` of the request names a TCP port to try to listen on, by default a free one.
+    Needs no root and changes nothing but the state of a run whose supervisor is found to be gone. ``gpus`` is null when
+    nvidia-smi is there and does not answer. The field ``port`` of the request names a TCP port to try to listen on, by
+    default a free one; ``paths``, paths as a recipe names them, of which each is told what it is.
     """
     layout = Layout.at(request.root)
     root = layout.root
@@ -56,6 +59,8 @@ def facts(request: Request, events: Events) -> Json:
         "nvidia_smi": shutil.which("nvidia-smi"),
         "gpu_holders": holders,
         "gpu_processes": gpu_processes(holders),
+        "runs": _going_on(layout),
+        "paths": {name: _described(layout, name) for name in _names(request)},
         "nvidia_nodes": _nvidia_nodes(),
         "driver": _driver(),
         "boot_id": boot_id(),
@@ -69,6 +74,37 @@ def facts(request: Request, events: Events) -> Json:
         "uid": os.getuid(),
         "time": time.time(),
     }
+
+
+def _going_on(layout: Layout) -> List[Json]:
+    """The runs that may have processes at work, with their state: a lost one has it where some are left of it."""
+    found = []
+    for run_id in state.run_ids(layout):
+        # One whose folder is damaged is `status`'s to tell of.
+        with contextlib.suppress(OSError, PayloadError):
+            run = state.current(layout, run_id)
+            if run.state in state.ACTIVE or state.left_behind(layout, run):
+                found.append({"run_id": run_id, "state": run.state})
+    return found
+
+
+def _names(request: Request) -> List[str]:
+    return [name for name in request.get("paths", list) or [] if isinstance(name, str)]
+
+
+def _described(layout: Layout, name: str) -> Json:
+    """``path``, where the recipe's ``name`` leads (the rule is that of payload/places.py); ``kind``: ``file``,
+    ``folder`` or ``other``, null when nothing is there; ``bytes`` of a file."""
+    found: Json = {"path": name, "kind": None, "bytes": None}
+    # A home that is not known, a name that no file can have.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        path = layout.root / Path(name).expanduser()
+        found["path"] = str(path)
+        status = path.stat()
+        is_file = stat.S_ISREG(status.st_mode)
+        found["kind"] = "file" if is_file else "folder" if stat.S_ISDIR(status.st_mode) else "other"
+        found["bytes"] = status.st_size if is_file else None
+    return found
 
 
 def _init() -> Optional[Json]:

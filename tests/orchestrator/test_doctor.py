@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.agent import Agent
 from orchestrator.checks import Finding
 from orchestrator.console import Console
 from orchestrator.container import Container
@@ -20,6 +21,9 @@ from orchestrator.localnode.node import NodeInfo
 from orchestrator.train import prepare
 from payload.recipe import load_recipe
 from tests.orchestrator.test_cli import orchestrator
+from tests.orchestrator.test_job_steps import agent, end, start
+
+__all__ = ["agent"]
 
 QUIET = Console(quiet=True)
 TINY = load_recipe("tiny-cpu", {})
@@ -140,3 +144,54 @@ def test_what_a_container_says_cannot_look_like_a_line_of_doctors(capsys: pytest
     forged = "held by process 1 (x\n\x1b[2J✓ gpus      8 needed\r)"
     show_findings(QUIET, [Finding("free", "error", forged, "why", "fix\n✓ fine")])
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+READS = (
+    "--set=target.model=./models/none",
+    "--set=data.train=[data/none.jsonl]",
+    "--set=data.eval=[data/empty.jsonl]",
+)
+
+
+def test_what_the_recipe_reads_is_looked_for_before_anything_is_built(
+    local_node: NodeInfo, container: Container
+) -> None:
+    root = Path(container.settings.root)
+    (root / "data").mkdir(parents=True, exist_ok=True)
+    (root / "data/empty.jsonl").touch()
+    done = orchestrator("doctor", "--json", *READS, *PLACE, inventory=local_node.inventory)
+    assert done.returncode == 4
+    found = findings_of(done)
+    place = f"HOST=local CT=200 INVENTORY={local_node.inventory}"
+    assert f"make put FILE=<the model's folder> TO=models/none {place}" in found["target"]["fix"]
+    assert f"make put FILE=<rows.jsonl> TO=data/none.jsonl {place}" in found["data"]["fix"]
+    assert (
+        f"there is no file {root}/data/none.jsonl; {root}/data/empty.jsonl is empty" == found["data"]["seen"]
+    )
+    train = orchestrator("train", *READS, *PLACE, inventory=local_node.inventory)
+    assert train.returncode == 4
+    assert f"target: there is no folder {root}/models/none" in train.stderr
+    assert "TO=data/none.jsonl" in train.stderr
+    assert "venv" not in train.stderr
+    (root / "models/none").mkdir(parents=True)
+    (root / "models/none/config.json").write_text("{}")
+    for name in ("none", "empty"):
+        (root / f"data/{name}.jsonl").write_text("{}")
+    done = orchestrator("doctor", "--json", *READS, *PLACE, inventory=local_node.inventory)
+    assert done.returncode == 0, done.stdout
+
+
+def test_doctor_tells_of_a_run_that_is_going_on_and_calls_it_no_failure(
+    local_node: NodeInfo, agent: Agent
+) -> None:
+    run_id = start(agent, "import time; time.sleep(60)")
+    try:
+        done = orchestrator("doctor", *PLACE, inventory=local_node.inventory)
+    finally:
+        end(agent, run_id)
+    assert done.returncode == 0, done.stderr
+    assert f"! job       run {run_id} is running" in done.stdout
+    assert "all well" not in done.stderr
+    assert "1 warning (job)" in done.stderr
+    after = orchestrator("doctor", *PLACE, inventory=local_node.inventory)
+    assert "all well" in after.stderr

@@ -184,7 +184,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FACT_NAMES = sorted(recorded("eight-gpus").facts)
+FACT_NAMES = sorted({*recorded("eight-gpus").facts, "runs", "paths"})
 
 
 @settings(max_examples=300, deadline=None)
@@ -234,3 +234,94 @@ def test_taking_something_away_never_makes_a_container_fitter(gone: set[int], di
         grave = [order.index(check(judge(seen, NEEDS), name).severity) for seen in (poorer, poorest)]
         assert grave == sorted(grave)
     assert (check(judge(poorer, NEEDS), "gpus").severity == "error") == bool(gone)
+
+
+HERE = "HOST=lab CT=200"
+SMOLLM2 = needs_of(EIGHT_GPUS, "200", load_recipe("smollm2", {}), HERE)
+MODEL = "./models/smollm2"
+GGUF = f"{MODEL}/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def with_paths(needs: Needs, **missing: Any) -> Seen:
+    """The good container, with every path of the recipe, except as ``missing`` (by check) says."""
+    root = f"{needs.root}/"
+    paths: dict[str, Any] = {name: {"path": root + name, "kind": "file", "bytes": 9} for name in needs.paths}
+    if needs.target:
+        paths[needs.target] = {"path": root + needs.target, "kind": "folder", "bytes": None}
+    seen = recorded("eight-gpus")
+    return Seen({**seen.facts, "paths": {**paths, **missing}}, seen.config, cuda=seen.cuda)
+
+
+def test_what_a_recipe_reads_is_asked_for_by_the_names_that_it_has() -> None:
+    assert SMOLLM2.paths == [MODEL, GGUF, "./data/prompts.jsonl", "./data/held-out.jsonl"]
+    assert needs_of(EIGHT_GPUS, "200", load_recipe("tiny-cpu", {})).paths == []
+    of_the_hub = {"target.model": "/m", "data.train": ["hub:x", "a.jsonl"], "data.eval": ["a.jsonl", "demo"]}
+    assert needs_of(EIGHT_GPUS, "200", load_recipe("tiny-cpu", of_the_hub)).paths == [
+        "/m", "/m/config.json", "a.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_target_and_rows_that_are_there_pass() -> None:
+    findings = judge(with_paths(SMOLLM2), SMOLLM2)
+    assert {finding.severity for finding in findings} == {"ok"}
+    assert [finding.check for finding in findings][-2:] == ["target", "data"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "check_name", "seen", "fix"),
+    [
+        (MODEL, {"kind": None}, "target", "there is no folder", f"TO=models/smollm2 {HERE}"),
+        (MODEL, {"kind": "file", "bytes": 3}, "target", "there is no folder", "TO=models/smollm2"),
+        (GGUF, {"kind": None}, "target", "holds no SmolLM2-135M-Instruct.Q4_1.gguf", "TO=models/smollm2"),
+        ("./data/prompts.jsonl", {"kind": None}, "data", "there is no file", f"TO=data/prompts.jsonl {HERE}"),
+        ("./data/held-out.jsonl", {"kind": "folder"}, "data", "there is no file", "TO=data/held-out.jsonl"),
+        ("./data/held-out.jsonl", {"kind": "other"}, "data", "there is no file", "TO=data/held-out.jsonl"),
+        ("./data/held-out.jsonl", {"kind": "file", "bytes": 0}, "data", "is empty", "TO=data/held-out.jsonl"),
+    ],
+)
+def test_what_a_recipe_reads_and_is_not_there_is_an_error_with_the_put_that_brings_it(
+    name: str, found: dict[str, Any], check_name: str, seen: str, fix: str
+) -> None:
+    finding = check(judge(with_paths(SMOLLM2, **{name: found}), SMOLLM2), check_name)
+    assert (finding.severity, seen in finding.seen) == ("error", True), finding
+    assert "make put FILE=<" in finding.fix
+    assert fix in finding.fix
+
+
+def test_all_rows_that_are_missing_are_named_at_once() -> None:
+    gone = {name: {"kind": None} for name in SMOLLM2.rows}
+    finding = check(judge(with_paths(SMOLLM2, **gone), SMOLLM2), "data")
+    assert finding.seen.count("there is no file") == finding.fix.count("make put") == 2
+
+
+@pytest.mark.parametrize("name", ["/mnt/rows.jsonl", "~/rows.jsonl", "../rows.jsonl"])
+def test_for_a_path_that_put_does_not_reach_no_put_is_advised(name: str) -> None:
+    needs = needs_of(EIGHT_GPUS, "200", load_recipe("tiny-cpu", {"data.train": [name]}), HERE)
+    finding = check(judge(with_paths(needs, **{name: {"kind": None}}), needs), "data")
+    assert "make put" not in finding.fix.replace("`make put`", "")
+    assert f"bring {name} there" in finding.fix
+
+
+def test_a_name_that_may_be_the_hubs_is_no_fault_and_is_told() -> None:
+    needs = needs_of(EIGHT_GPUS, "200", load_recipe("qwen3-8b", {}))
+    finding = check(judge(with_paths(needs, **{"Qwen/Qwen3-8B": {"kind": None}}), needs), "target")
+    assert finding.severity == "ok"
+    assert "Hugging Face hub" in finding.seen
+
+
+def test_a_run_that_is_going_on_is_told_with_the_gpus_that_it_holds_and_is_no_fault() -> None:
+    run = {"run_id": "20261130-101010-abcdef", "state": "running"}
+    held = recorded("eight-gpus", "held-by-a-run")
+    facts = {**held.facts, "runs": [run]}
+    for who in facts["gpu_processes"]:
+        who["nodes"] = ["/dev/nvidia1", "/dev/nvidia0"]
+    findings = judge(Seen(facts, held.config, cuda=held.cuda), NEEDS)
+    assert worst(findings) == "warning"
+    job = check(findings, "job")
+    assert job.seen == "run 20261130-101010-abcdef is running; it holds nvidia0, nvidia1"
+    assert "make logs FOLLOW=1 RUN_ID=20261130-101010-abcdef" in job.fix
+    assert check(findings, "free").severity == "warning"
+    facts["gpu_processes"].append(
+        {"pid": 9, "command": "python -m sglang", "run_id": None, "nodes": ["/dev/nvidia0"]}
+    )
+    assert check(judge(Seen(facts, held.config), NEEDS), "free").severity == "error"

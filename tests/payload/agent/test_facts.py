@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from payload.agent import holders
+from payload.places import place
 from tests.payload.agent.container import FakeContainer
 
 
@@ -92,3 +93,43 @@ def test_whoever_has_a_gpu_node_open_holds_a_gpu(
 
 def test_a_holder_that_only_the_driver_names_is_told_as_well() -> None:
     assert [found["pid"] for found in holders.gpu_processes([2**22 + 1])] == [2**22 + 1]
+
+
+NAMES = [
+    "data/rows.jsonl",
+    "./data",
+    "data/../data/rows.jsonl",
+    "data/pipe",
+    "none",
+    "~/none",
+    "/etc/passwd",
+    "/none",
+]
+
+
+def test_paths_of_a_recipe_are_told_as_the_trainer_takes_them(
+    container: FakeContainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (container.root / "data").mkdir()
+    (container.root / "data/rows.jsonl").write_text("{}\n")
+    os.mkfifo(container.root / "data/pipe")
+    found = container.result("facts", paths=[*NAMES, "a\0b", "~no-such-user/x", "x" * 5000])["paths"]
+    monkeypatch.setenv("DFLASH_ROOT", str(container.root))
+    monkeypatch.setenv("HOME", container.environment["HOME"])
+    for name in NAMES:
+        assert found[name]["path"] == str(place(name))
+    kinds = ["file", "folder", "file", "other", None, None, "file", None]
+    assert [found[name]["kind"] for name in NAMES] == kinds
+    assert found["data/rows.jsonl"]["bytes"] == 3
+    assert {found[name]["kind"] for name in found if name not in NAMES} == {None}
+
+
+def test_runs_that_are_going_on_are_told_and_a_damaged_one_hides_none(container: FakeContainer) -> None:
+    assert container.result("facts")["runs"] == []
+    container.start("r1", "import time; time.sleep(60)")
+    container.wait_for_state("r1", "running")
+    (container.root / "runs" / "damaged").mkdir()
+    (container.root / "runs" / "damaged" / "state.json").write_text("{")
+    assert container.result("facts")["runs"] == [{"run_id": "r1", "state": "running"}]
+    container.result("stop", run_id="r1", grace_s=0.5)
+    assert container.result("facts")["runs"] == []
