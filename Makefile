@@ -5,8 +5,19 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m orchestrator.cli
 
-# Only what is given on make's own command line counts: some shells export HOST.
-given = $(if $(filter command line,$(origin $(1))),$($(1)))
+# Only what is given on make's own command line counts: some shells export HOST. As it stands there: a $ is a $.
+given = $(if $(filter command line,$(origin $(1))),$(value $(1)))
+# A value is one word to the shell, whatever is in it; a line break would end make's line.
+define newline
+
+
+endef
+quoted = $(if $(findstring $(newline),$(1)),$(error a value holds a line break: $(1)),'$(subst ','\'',$(1))')
+# An option with the value of a variable, if that is given; with each of its words; the value alone; its words alone.
+option = $(if $(call given,$(2)),$(1) $(call quoted,$(call given,$(2))))
+options = $(foreach word,$(call given,$(2)),$(1) $(call quoted,$(word)))
+argument = $(if $(call given,$(1)),$(call quoted,$(call given,$(1))))
+arguments = $(foreach word,$(call given,$(1)),$(call quoted,$(word)))
 export DFLASH_HOST := $(call given,HOST)
 export DFLASH_CT := $(call given,CT)
 export DFLASH_INVENTORY := $(or $(call given,INVENTORY),inventory.yaml)
@@ -14,7 +25,6 @@ export DFLASH_RECIPE := $(call given,RECIPE)
 ifeq ($(DFLASH_RECIPE),)
 unexport DFLASH_RECIPE
 endif
-RUN_ID := $(call given,RUN_ID)
 # A switch is on when it is given and does not say no.
 on = $(filter-out 0 no false off,$(call given,$(1)))
 
@@ -51,42 +61,42 @@ deploy: $(VENV)/.desk ## Bring the payload into the container (of many: HOST=all
 venv: $(VENV)/.desk ## Build the pinned venv (WHEELHOUSE=1: wheels from the desk; FORCE=1: anew)
 	@$(RUN) venv $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,FORCE),--force)
 warmup: $(VENV)/.desk ## Compile what training will call (PROVE=1: a second process must miss nothing)
-	@$(RUN) warmup $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,PROVE),--prove)
+	@$(RUN) warmup $(call options,--set,SET) $(if $(call on,PROVE),--prove)
 train: $(VENV)/.desk ## Whatever is missing before, then the job; follows its log (RECIPE=, SET="a=b c=d", DETACH=1, RESUME=, COLD=1, ANYWAY=1)
-	@$(RUN) train $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,DETACH),--detach) $(if $(call on,COLD),--cold) $(if $(call on,ANYWAY),--anyway) $(if $(call given,RESUME),--resume '$(RESUME)')
+	@$(RUN) train $(call options,--set,SET) $(if $(call on,WHEELHOUSE),--wheelhouse) $(if $(call on,DETACH),--detach) $(if $(call on,COLD),--cold) $(if $(call on,ANYWAY),--anyway) $(call option,--resume,RESUME)
 logs: $(VENV)/.desk ## A run's output (RUN_ID=, FOLLOW=1, TAIL=<lines>, SINCE=10m)
-	@$(RUN) logs $(if $(call on,FOLLOW),--follow) $(if $(call given,TAIL),--tail '$(TAIL)') $(if $(call given,SINCE),--since '$(SINCE)') $(RUN_ID)
+	@$(RUN) logs $(if $(call on,FOLLOW),--follow) $(call option,--tail,TAIL) $(call option,--since,SINCE) $(call argument,RUN_ID)
 status: $(VENV)/.desk ## The container's runs (JSON=1; HOST=all, CT=all)
-	@$(RUN) status $(if $(call on,JSON),--json) $(RUN_ID)
+	@$(RUN) status $(if $(call on,JSON),--json) $(call argument,RUN_ID)
 stop: $(VENV)/.desk ## End a run for good (RUN_ID=, GRACE=<seconds>)
-	@$(RUN) stop $(if $(call given,GRACE),--grace '$(GRACE)') $(RUN_ID)
+	@$(RUN) stop $(call option,--grace,GRACE) $(call argument,RUN_ID)
 fetch: $(VENV)/.desk ## Bring a run's results home (RUN_ID=, TO=<folder>)
-	@$(RUN) fetch $(if $(call given,TO),--to '$(TO)') $(RUN_ID)
+	@$(RUN) fetch $(call option,--to,TO) $(call argument,RUN_ID)
 doctor: $(VENV)/.desk ## Whether the container is fit for a run, each finding with its fix (RECIPE=, SET=, JSON=1; HOST=all, CT=all)
-	@$(RUN) doctor $(foreach s,$(call given,SET),--set '$(s)') $(if $(call on,JSON),--json)
+	@$(RUN) doctor $(call options,--set,SET) $(if $(call on,JSON),--json)
 evaluate: $(VENV)/.desk ## A drafter's held-out accepted length (RUN_ID=, CHECKPOINT=best, RECIPE=, PROMPTS=, TEMPERATURE=, SET=, DRAFTER=, AT_ONCE=1, BESIDE=1, JSON=1)
-	@$(RUN) evaluate $(foreach s,$(call given,SET),--set '$(s)') $(if $(call given,CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(call given,PROMPTS),--prompts '$(PROMPTS)') $(if $(call given,TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(call given,DRAFTER),--drafter '$(DRAFTER)') $(if $(call given,AT_ONCE),--at-once '$(AT_ONCE)') $(if $(call on,BESIDE),--beside) $(if $(call on,JSON),--json) $(RUN_ID)
+	@$(RUN) evaluate $(call options,--set,SET) $(call option,--checkpoint,CHECKPOINT) $(call option,--prompts,PROMPTS) $(call option,--temperature,TEMPERATURE) $(call option,--drafter,DRAFTER) $(call option,--at-once,AT_ONCE) $(if $(call on,BESIDE),--beside) $(if $(call on,JSON),--json) $(call argument,RUN_ID)
 estimate: $(VENV)/.desk ## GPU memory that each role of a recipe needs (RECIPE=, SET=, CONFIG=<the target's config.json>, JSON=1; HOST= CT= asks a container)
-	@$(RUN) estimate $(foreach s,$(call given,SET),--set '$(s)') $(if $(call given,CONFIG),--config '$(CONFIG)') $(if $(call on,JSON),--json)
+	@$(RUN) estimate $(call options,--set,SET) $(call option,--config,CONFIG) $(if $(call on,JSON),--json)
 probe: $(VENV)/.desk ## What the container and its torch really are (JSON=1)
 	@$(RUN) probe $(if $(call on,JSON),--json)
 
 put: $(VENV)/.desk ## Bring a file or folder of the desk into the container (FILE=, TO=<path below root>, DELETE=1: remove what is not at home)
-	@$(RUN) put $(if $(call on,DELETE),--delete) $(if $(call given,TO),--to '$(TO)') $(if $(call given,FILE),-- '$(FILE)')
+	@$(RUN) put $(if $(call on,DELETE),--delete) $(call option,--to,TO) $(if $(call given,FILE),-- $(call argument,FILE))
 script: $(VENV)/.desk ## Run a file of the desk in the container (FILE=, ARGS="a b", IN_VENV=1, TIMEOUT=<seconds>)
-	@$(RUN) script $(if $(call on,IN_VENV),--venv) $(if $(call given,TIMEOUT),--timeout '$(TIMEOUT)') $(if $(call given,FILE),-- '$(FILE)' $(call given,ARGS))
+	@$(RUN) script $(if $(call on,IN_VENV),--venv) $(call option,--timeout,TIMEOUT) $(if $(call given,FILE),-- $(call argument,FILE) $(call arguments,ARGS))
 prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins
 	@$(RUN) prune
 locks: $(VENV)/.desk ## Who is changing the container, and for how long (BREAK=<lock>: end that one; JSON=1)
-	@$(RUN) locks $(if $(call given,BREAK),--break '$(BREAK)') $(if $(call on,JSON),--json)
+	@$(RUN) locks $(call option,--break,BREAK) $(if $(call on,JSON),--json)
 cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FINGERPRINT=, APPLY=1)
-	@$(RUN) cache $(or $(call given,ACTION),list) $(if $(call on,APPLY),--apply) $(if $(call on,JSON),--json) $(call given,FINGERPRINT)
+	@$(RUN) cache $(or $(call argument,ACTION),list) $(if $(call on,APPLY),--apply) $(if $(call on,JSON),--json) $(call argument,FINGERPRINT)
 race: $(VENV)/.dev ## Show what happens when threads trace and compile at once on this torch (GUARD=on, JSON=1)
-	@$(VENV)/bin/python -m payload.compile.race $(if $(call given,GUARD),--guard '$(GUARD)') $(if $(call on,JSON),--json)
+	@$(VENV)/bin/python -m payload.compile.race $(call option,--guard,GUARD) $(if $(call on,JSON),--json)
 
 .PHONY: bench-features bench-colocated bench-topology bench-link bench-first-step bench-step
 bench-step: $(VENV)/.dev ## One step of the drafter: its speed on a GPU; on a CPU, whether it equals the reference (ARGS=, JSON=1)
-	@$(VENV)/bin/python -m benchmarks.step $(if $(call on,JSON),--json) $(call given,ARGS)
+	@$(VENV)/bin/python -m benchmarks.step $(if $(call on,JSON),--json) $(call arguments,ARGS)
 bench-features: $(VENV)/.dev ## Tokens a second of the target's features against transformers' own forward (PROFILE=1, JSON=1)
 	@$(VENV)/bin/python -m benchmarks.features $(if $(call on,PROFILE),--profile) $(if $(call on,JSON),--json)
 bench-first-step: $(VENV)/.dev ## The first training step cold, warmed and from a shipped artifact; what the guard costs (JSON=1)
@@ -94,13 +104,13 @@ bench-first-step: $(VENV)/.dev ## The first training step cold, warmed and from 
 bench-colocated: $(VENV)/.dev ## Target and drafter on one device, each alone and together (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.colocated $(if $(call on,JSON),--json)
 bench-topology: $(VENV)/.dev ## A whole job with its roles on these ranks (TARGETS="0" DRAFTERS="1", SHAPE=, DOCUMENT=<tokens>, JSON=1)
-	@$(VENV)/bin/python -m benchmarks.topology $(if $(call given,TARGETS),--targets $(TARGETS)) $(if $(call given,DRAFTERS),--drafters $(DRAFTERS)) $(if $(call given,SHAPE),--shape '$(SHAPE)') $(if $(call given,DOCUMENT),--document '$(DOCUMENT)') $(if $(call on,JSON),--json)
+	@$(VENV)/bin/python -m benchmarks.topology $(if $(call given,TARGETS),--targets $(call arguments,TARGETS)) $(if $(call given,DRAFTERS),--drafters $(call arguments,DRAFTERS)) $(call option,--shape,SHAPE) $(call option,--document,DOCUMENT) $(if $(call on,JSON),--json)
 bench-link: $(VENV)/.dev ## Features and gradients between two ranks, and what a wait costs beside matrix products (JSON=1)
 	@$(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.link $(if $(call on,JSON),--json)
 
 .PHONY: bench-remote
 bench-remote: $(VENV)/.desk ## First deploy, deploy with nothing to do, script, logs, 64 containers; beside Ansible (QUICK=1: without; HOST=, CT=, INVENTORY=: there)
-	@$(VENV)/bin/python -m benchmarks.remote $(if $(call given,HOST),--inventory '$(DFLASH_INVENTORY)' --host '$(HOST)' --ct '$(CT)') $(if $(call on,QUICK),--without-ansible --rounds 3 --containers 8) $(if $(call given,ROUNDS),--rounds '$(ROUNDS)')
+	@$(VENV)/bin/python -m benchmarks.remote $(if $(call given,HOST),--inventory $(call quoted,$(DFLASH_INVENTORY)) $(call option,--host,HOST) $(call option,--ct,CT)) $(if $(call on,QUICK),--without-ansible --rounds 3 --containers 8) $(call option,--rounds,ROUNDS)
 
 .PHONY: test test-slow test-gpu test-lxc lint types check
 test: $(VENV)/.dev ## The fast tests
