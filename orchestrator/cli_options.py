@@ -13,7 +13,9 @@ from orchestrator.agent import Agent
 from orchestrator.connection import Connection
 from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
-from orchestrator.inventory import load_inventory, resolve
+from orchestrator.errors import UsageError
+from orchestrator.inventory import known_destinations, load_inventory, resolve
+from orchestrator.targets import is_several
 
 DEFAULT_NODE = Path(".dflash/node")
 
@@ -60,7 +62,14 @@ StateOption = Annotated[
 def open_container(
     console: Console, host: str | None, ct: str | None, inventory: Path
 ) -> Iterator[Container]:
-    destination = resolve(load_inventory(inventory), host, ct, inventory)
+    known = load_inventory(inventory)
+    if is_several(host, ct):
+        named = " ".join(f"{name}={value}" for name, value in (("HOST", host), ("CT", ct)) if value)
+        raise UsageError(
+            f"{named} may mean several containers, and this command works on one.",
+            f"{inventory} knows {known_destinations(known)}: HOST=<name> CT=<id>. Several: deploy, status, doctor.",
+        )
+    destination = resolve(known, host, ct, inventory)
     try:
         with Connection(destination.host_name, destination.host, console.line) as connection:
             yield Container(connection, destination)

@@ -1,7 +1,7 @@
 """inventory.yaml: which hosts and containers there are, and what is pinned on them.
 
-Every error names the file and the line. A value that a container does not set comes from ``defaults``, and from
-the model's own default after that.
+Every fault is named with file and line, all of a file at once. A value that a container does not set comes from
+``defaults``, and from the model's own default after that.
 """
 
 from __future__ import annotations
@@ -13,12 +13,24 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from orchestrator.errors import UsageError
 
 DEFAULT_INVENTORY = Path("inventory.yaml")
 MOST_GPUS = 1024
+MOST_FAULTS = 20
+"""Of an inventory, that one message names."""
+CONTAINER_ID = re.compile(r"[1-9][0-9]{2,8}")
+"""Proxmox's numbers of guests: 100 to 999999999 (pve-vmid)."""
 DEFAULT_CONTAINER_PATH = (
     "/usr/local/sbin",
     "/usr/local/bin",
@@ -40,6 +52,8 @@ _REASONS = {
     "model_type": "a mapping is needed",
     "greater_than": "the number is too small",
     "greater_than_equal": "the number is too small",
+    "less_than": "the number is too large",
+    "less_than_equal": "the number is too large",
 }
 """Pydantic's commonest faults in this file's words."""
 
@@ -172,6 +186,12 @@ class ContainerSettings(_Section):
         return self
 
 
+def _container_id(text: str) -> str:
+    if not CONTAINER_ID.fullmatch(text):
+        raise ValueError("not a container's id: Proxmox numbers them from 100")
+    return text
+
+
 class HostSettings(_Section):
     """One Proxmox host and how to reach it."""
 
@@ -184,7 +204,7 @@ class HostSettings(_Section):
     sudo: bool | None = None
     connect_timeout_s: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 10.0
     silence_timeout_s: Annotated[float, Field(ge=1, le=600, allow_inf_nan=False)] = 15.0
-    containers: dict[str, ContainerSettings] = {}
+    containers: dict[Annotated[str, AfterValidator(_container_id)], ContainerSettings] = {}
 
 
 class Defaults(_Section):
@@ -227,8 +247,8 @@ def from_here(path: Path) -> Path:
 def load_inventory(path: Path) -> Inventory:
     """Read and validate an inventory.
 
-    Raises :class:`UsageError` with ``file:line`` of the first fault for text that is not YAML, a key that is
-    unknown or written twice, and a value that cannot be.
+    Raises :class:`UsageError` with ``file:line`` of every fault: text that is not YAML, a key that is unknown or
+    written twice, and a value that cannot be.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -240,9 +260,10 @@ def load_inventory(path: Path) -> Inventory:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from None
     lines: dict[tuple[str, ...], int] = {}
+    faults: list[tuple[int, str]] = []
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _index_lines(node, (), lines, path)
+        _index_lines(node, (), lines, faults)
         raw = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -259,14 +280,41 @@ def load_inventory(path: Path) -> Inventory:
         raw = {}
     if not isinstance(raw, dict):
         raise UsageError(f"{path}:1: an inventory is a mapping with `hosts:`, not a {type(raw).__name__}.")
+    inventory = None
     try:
-        return Inventory.model_validate(_with_defaults(raw))
+        inventory = Inventory.model_validate(_with_defaults(raw))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        location = tuple(str(part) for part in first["loc"])
-        where = ".".join(location) or "inventory"
-        reason = _REASONS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{path}:{_line_of(location, lines)}: {where}: {reason}.") from None
+        faults += _told(error, lines)
+    if inventory is None or faults:
+        # Where a fault is named twice, by two parts of one value, once is enough.
+        told = list(dict.fromkeys(f"{path}:{line}: {what}." for line, what in sorted(faults)))
+        more = len(told) - MOST_FAULTS
+        raise UsageError("\n".join(told[:MOST_FAULTS]), f"And {more} more faults." if more > 0 else "")
+    return inventory
+
+
+def _told(error: ValidationError, lines: dict[tuple[str, ...], int]) -> list[tuple[int, str]]:
+    """Each fault that pydantic found, as its line and what it is."""
+    found = {}
+    for fault in error.errors(include_url=False):
+        # Pydantic's own mark for the key of a mapping, where its value is not meant.
+        location = tuple(str(part) for part in fault["loc"] if part != "[key]")
+        reason = _REASONS.get(fault["type"]) or fault["msg"].removeprefix("Value error, ")
+        found[location] = reason
+    return [
+        (_line_of(location, lines), f"{'.'.join(location) or 'inventory'}: {reason}")
+        for location, reason in found.items()
+        if location in lines or found.get(_default_of(location)) != reason
+    ]
+
+
+def _default_of(location: tuple[str, ...]) -> tuple[str, ...]:
+    """Where a value of a host or container comes from that does not set it; faults are told there."""
+    if location[0:1] != ("hosts",) or len(location) < 3:
+        return ()
+    if location[2] == "containers":
+        return ("defaults", "container", *location[4:])
+    return ("defaults", "host", *location[2:])
 
 
 def resolve(inventory: Inventory, host: str | None, container: str | None, source: Path) -> Destination:
@@ -282,8 +330,10 @@ def resolve(inventory: Inventory, host: str | None, container: str | None, sourc
         raise UsageError(
             f"CT is missing: which container on {host}?", f"{source} knows {known}: add CT=<id>."
         )
-    if not re.fullmatch(r"[1-9]\d{0,8}", container):
-        raise UsageError(f"CT={container} is not a container id.", "Proxmox numbers containers: CT=200.")
+    if not CONTAINER_ID.fullmatch(container):
+        raise UsageError(
+            f"CT={container} is not a container id.", "Proxmox numbers containers from 100: CT=200."
+        )
     user, _, address = host.rpartition("@")
     name = _host_name(inventory, address)
     if name is None:
@@ -381,8 +431,12 @@ def _merge(base: Any, over: Any) -> Any:
 
 
 def _index_lines(
-    node: yaml.Node | None, location: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
+    node: yaml.Node | None,
+    location: tuple[str, ...],
+    lines: dict[tuple[str, ...], int],
+    faults: list[tuple[int, str]],
 ) -> None:
+    """Note the line of each part, and as faults the keys that stand twice or are read as another number."""
     if node is None:
         return
     lines.setdefault(location, node.start_mark.line + 1)
@@ -390,15 +444,23 @@ def _index_lines(
         seen: set[str] = set()
         for key, value in node.value:
             name = str(getattr(key, "value", ""))
-            if name in seen:
-                raise UsageError(f"{path}:{key.start_mark.line + 1}: {name!r} stands here a second time.")
-            seen.add(name)
+            line = key.start_mark.line + 1
             inner = (*location, name)
-            lines[inner] = key.start_mark.line + 1
-            _index_lines(value, inner, lines, path)
+            if name in seen:
+                faults.append((line, f"{name!r} stands here a second time"))
+                # YAML takes the last one, of which alone a value can be wrong.
+                for other in [known for known in lines if known[: len(inner)] == inner]:
+                    del lines[other]
+            seen.add(name)
+            lines[inner] = line
+            if location[2:] == ("containers",) and re.fullmatch(r"0[0-7]+", name):
+                faults.append(
+                    (line, f"{'.'.join(inner)}: YAML reads a number that begins with 0 as an octal one")
+                )
+            _index_lines(value, inner, lines, faults)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
-            _index_lines(value, (*location, str(number)), lines, path)
+            _index_lines(value, (*location, str(number)), lines, faults)
 
 
 def _line_of(location: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> int:

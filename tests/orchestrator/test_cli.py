@@ -76,6 +76,32 @@ def test_no_host_at_all_names_the_hosts() -> None:
     assert_one_paragraph(orchestrator("train"), 2, "HOST is missing", "10.1.2.6 (CT 200)")
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["venv", "warmup", "train", "logs", "stop", "fetch", "evaluate", "estimate", "probe", "prune", "locks"],
+)
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        (("--host", "all"), "HOST=all"),
+        (("--host", "local", "--ct", "200,201"), "HOST=local CT=200,201"),
+        (("--host", "local", "--ct", "all"), "HOST=local CT=all"),
+    ],
+)
+def test_a_command_that_works_on_one_container_says_so_where_several_are_named(
+    inventory: Path, command: str, place: tuple[str, ...], named: str
+) -> None:
+    done = orchestrator(command, *place, inventory=inventory)
+    assert_one_paragraph(
+        done,
+        2,
+        f"{named} may mean several containers",
+        "works on one",
+        "local (CT 200",
+        "deploy, status, doctor",
+    )
+
+
 def test_an_unknown_host_names_those_that_are_known() -> None:
     assert_one_paragraph(
         orchestrator("deploy", "--host", "elsewhere", "--ct", "200"), 2, "no host 'elsewhere'", "10.1.2.6"

@@ -163,3 +163,65 @@ def test_an_unknown_place_is_refused_with_what_is_known(
 def test_a_missing_inventory_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="There is no inventory at"):
         load_inventory(tmp_path / "none.yaml")
+
+
+SEVERAL = """defaults:
+  host: {port: many}
+  container: {gpus: -1}
+hosts:
+  a:
+    adress: 192.0.2.1
+    containers:
+      abc: {}
+      200: {gpus: x}
+      201: {}
+  b: {user: 3, port: 99999999}
+  b: {}
+"""
+
+
+def test_all_faults_are_named_at_once_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        load(tmp_path, SEVERAL)
+    lines = [line.removeprefix(f"{tmp_path}/inventory.yaml:") for line in raised.value.message.splitlines()]
+    assert lines == [
+        "2: defaults.host.port: a whole number is needed.",
+        "3: defaults.container.gpus: the number is too small.",
+        "6: hosts.a.adress: there is no such key.",
+        "8: hosts.a.containers.abc: not a container's id: Proxmox numbers them from 100.",
+        "9: hosts.a.containers.200.gpus: a whole number is needed.",
+        "12: 'b' stands here a second time.",
+    ]
+
+
+def test_a_hopeless_file_is_not_told_without_end(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        load(tmp_path, "hosts:\n  a:\n" + "".join(f"    key{number}: 1\n" for number in range(50)))
+    assert len(raised.value.message.splitlines()) == 20
+    assert raised.value.hint == "And 30 more faults."
+
+
+@pytest.mark.parametrize(
+    "key", ["abc", "99", "0", "-200", "1000000000", "200.5", "'20 0'", "true", "null", "'\u0662\u0660\u0660'"]
+)
+def test_a_key_that_is_no_container_of_proxmox_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UsageError, match=r":[23]: hosts\.a\.containers\..*: not a container's id"):
+        load(tmp_path, f"hosts:\n  a: {{containers: {{\n    {key}: {{}} }} }}\n")
+
+
+def test_a_number_that_yaml_reads_as_another_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r":2: .*octal"):
+        load(tmp_path, "hosts: {a: {containers: {\n 0200: {} }}}")
+
+
+@pytest.mark.parametrize("key", ["100", "200", "999999999", "'200'"])
+def test_a_key_that_is_one_is_taken_as_a_number_or_as_text(tmp_path: Path, key: str) -> None:
+    inventory = load(tmp_path, f"hosts: {{a: {{containers: {{{key}: {{}}}}}}}}")
+    assert resolve(inventory, "a", key.strip("'"), tmp_path).container_id == key.strip("'")
+
+
+@pytest.mark.parametrize("container", ["99", "0200", "abc", "\u0662\u0660\u0660"])
+def test_what_proxmox_cannot_number_is_no_ct(container: str) -> None:
+    with pytest.raises(UsageError, match="is not a container id") as raised:
+        resolve(load_inventory(SHIPPED), "10.1.2.6", container, SHIPPED)
+    assert "from 100" in raised.value.hint
