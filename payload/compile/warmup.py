@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -166,10 +167,28 @@ def _fill(
     """Add programs to the cache, from ``blobs`` (role -> artifact) or by compiling; prove them; write the manifest.
 
     ``known`` is the manifest of what the cache holds already: it stays, so that a run that uses it is not disturbed.
+    Of a new cache nothing is left when it cannot be filled.
     """
-    began = time.monotonic()
+    is_new = not job.cache.path.exists()
     for folder in (job.cache.inductor, job.cache.triton):
         folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _filled(job, roles, known, events, blobs)
+    except BaseException:
+        if is_new:
+            # Without a manifest it is of use to nobody.
+            shutil.rmtree(job.cache.path, ignore_errors=True)
+        raise
+
+
+def _filled(
+    job: Job,
+    roles: Sequence[Role],
+    known: Manifest | None,
+    events: Events,
+    blobs: Mapping[str, bytes] | None,
+) -> Manifest:
+    began = time.monotonic()
     saved = read_artifact(job.cache.artifact, job.facts) if known is not None else {}
     if blobs is not None:
         # Each process first writes its blob to the cache: finding everything there is the proof already.

@@ -64,6 +64,21 @@ def test_a_recipe_that_is_none_is_refused_in_the_protocols_words(root):
     assert json.loads(ended.stdout)["error"]["kind"] == "usage"
 
 
+@needs_compiler
+@pytest.mark.parametrize("failure", [PayloadError("no such target", kind="usage"), KeyboardInterrupt()])
+def test_a_warm_up_that_is_refused_leaves_no_cache_behind(root, monkeypatch, failure):
+    def refuse(request, environment, folder):
+        Path(environment["TRITON_CACHE_DIR"], "half").write_text("compiled")
+        raise failure
+
+    monkeypatch.setattr("payload.compile.warmup.run_worker", refuse)
+    recipe = load_recipe("tiny-cpu", {"compile": "on"}).to_dict()
+    for _ in range(2):
+        with pytest.raises(type(failure)):
+            warm_up(Request("n", str(root), {"recipe": recipe, "device": "cpu"}), Heard())
+        assert list((root / "cache").iterdir()) == []
+
+
 @pytest.mark.slow
 def test_what_goes_wrong_in_the_compiling_process_is_told_in_its_words(tmp_path):
     recipe = load_recipe("tiny-cpu", {"target.model": "/no/such/model"}).to_dict()
