@@ -14,7 +14,8 @@ from orchestrator.cli_options import (
     JsonOption,
     RecipeOption,
     SetOption,
-    open_step,
+    deployed_step,
+    open_container,
 )
 from orchestrator.console import Console
 from orchestrator.errors import UsageError
@@ -43,10 +44,11 @@ def estimate(
     """Estimate the GPU memory of each role of a recipe. Asks a container only when one is named."""
     console = Console()
     if host is not None or ct is not None:
-        with open_step("estimate", console, host, ct, inventory) as (agent, report):
-            resolved = resolve_recipe(agent.container.settings, recipe, override or ())
-            found = estimate_in_container(agent, resolved, report)
-            report.outcome = str(agent.container)
+        with open_container(console, host, ct, inventory) as container:
+            resolved = resolve_recipe(container.settings, recipe, override or ())
+            with deployed_step("estimate", console, container) as (agent, report):
+                found = estimate_in_container(agent, resolved, report)
+                report.outcome = str(container)
     else:
         if recipe is None:
             raise UsageError(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.agent import Agent, NoAnswer
 from orchestrator.cli_options import (
     CtOption,
     HostOption,
@@ -14,14 +15,16 @@ from orchestrator.cli_options import (
     RecipeOption,
     RunArgument,
     SetOption,
-    open_step,
+    deployed_step,
+    open_container,
 )
 from orchestrator.console import Console
-from orchestrator.errors import UsageError
+from orchestrator.container import Container
+from orchestrator.errors import RemoteError, UsageError
 from orchestrator.evaluate import Question, refuse_beside_a_job, show_evaluation
 from orchestrator.evaluate import evaluate as evaluate_drafter
 from orchestrator.inventory import DEFAULT_INVENTORY
-from orchestrator.recipes import parse_overrides, resolve_recipe
+from orchestrator.recipes import changed_recipe, parse_overrides, recipe_of_run, resolve_recipe
 from orchestrator.records import RUN_ID
 from orchestrator.status import newest_run
 
@@ -66,23 +69,40 @@ def evaluate(
             "Name the recipe whose target it is: RECIPE= (--recipe).",
         )
     console = Console()
-    with open_step("evaluate", console, host, ct, inventory) as (agent, report):
-        if not beside:
-            refuse_beside_a_job(agent)
+    with open_container(console, host, ct, inventory) as container:
         own = recipe is None
-        question = Question(
-            drafter=drafter or f"runs/{run or newest_run(agent)}",
-            checkpoint=checkpoint,
-            recipe=None if own else resolve_recipe(agent.container.settings, recipe, override or ()),
-            overrides=parse_overrides(override or ()) if own else {},
-            prompts=prompts,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            at_once=at_once,
-        )
-        found = evaluate_drafter(agent, question, report, beside=beside)
-        report.outcome = f"accepted length {found['accepted_length']:.2f} on {found['prompts']} prompts"
+        resolved = None if own else resolve_recipe(container.settings, recipe, override or ())
+        if own and override:
+            _check_overrides(container, run, override)
+        with deployed_step("evaluate", console, container) as (agent, report):
+            if not beside:
+                refuse_beside_a_job(agent)
+            question = Question(
+                drafter=drafter or f"runs/{run or newest_run(agent)}",
+                checkpoint=checkpoint,
+                recipe=resolved,
+                overrides=parse_overrides(override or ()) if own else {},
+                prompts=prompts,
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                at_once=at_once,
+            )
+            found = evaluate_drafter(agent, question, report, beside=beside)
+            report.outcome = f"accepted length {found['accepted_length']:.2f} on {found['prompts']} prompts"
     if as_json:
         console.json(found)
     else:
         show_evaluation(console, found)
+
+
+def _check_overrides(container: Container, run: str | None, override: list[str]) -> None:
+    """Raises :class:`UsageError` for what does not fit a run's own recipe, before anything is brought there.
+
+    A run that cannot be looked at yet is left to the evaluation itself.
+    """
+    parse_overrides(override)
+    try:
+        recipe = recipe_of_run(container, run or newest_run(Agent.current(container)))
+    except (NoAnswer, RemoteError):
+        return
+    changed_recipe(recipe, override)

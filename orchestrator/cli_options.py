@@ -15,9 +15,10 @@ from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
 from orchestrator.errors import UsageError
 from orchestrator.inventory import known_destinations, load_inventory, resolve
+from orchestrator.localnode.layout import DEFAULT_STATE
 from orchestrator.targets import is_several
 
-DEFAULT_NODE = Path(".dflash/node")
+DEFAULT_NODE = Path(DEFAULT_STATE)
 
 HostOption = Annotated[
     str | None,
@@ -86,10 +87,19 @@ def open_step(
     name: str, console: Console, host: str | None, ct: str | None, inventory: Path
 ) -> Iterator[tuple[Agent, StepReport]]:
     """A step on a container that has the desk's release: its agent, and the line to report on."""
-    with open_container(console, host, ct, inventory) as container:
-        agent = Agent.of_release(container, deployed_release(container, console))
-        with console.step(name) as report:
-            yield agent, report
+    with (
+        open_container(console, host, ct, inventory) as container,
+        deployed_step(name, console, container) as step,
+    ):
+        yield step
+
+
+@contextlib.contextmanager
+def deployed_step(name: str, console: Console, container: Container) -> Iterator[tuple[Agent, StepReport]]:
+    """The same on a container that is open already: what can be refused before anything is brought there was."""
+    agent = Agent.of_release(container, deployed_release(container, console))
+    with console.step(name) as report:
+        yield agent, report
 
 
 def deployed_release(container: Container, console: Console) -> str:

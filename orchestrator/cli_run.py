@@ -64,7 +64,15 @@ def train(
             resolved = recipe_of_run(container, resume)
         else:
             resolved = resolve_recipe(container.settings, recipe, override or ())
-        prepared = prepare(container, resolved, console, wheelhouse=wheelhouse, cold=cold, anyway=anyway)
+        prepared = prepare(
+            container,
+            resolved,
+            console,
+            wheelhouse=wheelhouse,
+            cold=cold,
+            anyway=anyway,
+            resumes=resume is not None,
+        )
         run_id = start_job(container, prepared, resolved, console, resume=resume)
         if detach:
             console.line(_attach_hint(container, run_id))

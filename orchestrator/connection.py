@@ -26,8 +26,9 @@ from invoke.exceptions import AuthFailure
 
 from orchestrator.errors import LinkLost, TransportError, UsageError
 from orchestrator.hostkeys import HostKeyRefused, changed_key_error, trust_only_known_hosts, unknown_key_error
-from orchestrator.inventory import HostSettings
+from orchestrator.inventory import HostSettings, from_here
 from orchestrator.liveness import WatchedTransport
+from orchestrator.localnode.layout import DEFAULT_STATE, state_of
 
 CONNECT_ATTEMPTS = 3
 MOST_SESSIONS = 8
@@ -330,11 +331,21 @@ class Connection:
                 raise self._no_key_accepted(connection, "there is none to offer") from None
             raise _Retryable(
                 f"{self.name}: no SSH connection to {where}: {_reason(error)}.",
-                "Is the host up, and are address and port right in the inventory?",
+                self._how_to_reach(),
                 silent=time.monotonic() - began >= settings.connect_timeout_s,
             ) from error
         connection.transport.ask_for_signs_of_life(settings.silence_timeout_s)
         return connection
+
+    def _how_to_reach(self) -> str:
+        state = state_of(self.settings.pct, self.settings.known_hosts)
+        if state is None:
+            return "Is the host up, and are address and port right in the inventory?"
+        where = str(from_here(Path(state)))
+        variable = "" if where == DEFAULT_STATE else f"DFLASH_NODE={shlex.quote(where)} "
+        return (
+            f"This inventory is an embedded node's, which does not run. Start it: {variable}make node-start"
+        )
 
     def _no_key_accepted(self, connection: fabric.Connection, why: str) -> TransportError:
         login = f"{connection.user}@{connection.host}"

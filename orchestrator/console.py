@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import sys
 import time
@@ -173,8 +174,17 @@ class Console:
         return show
 
     def json(self, value: object) -> None:
-        sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=True) + "\n")
+        """One JSON value on standard output; a number that JSON has no word for (NaN, an infinity) is null."""
+        sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=True, allow_nan=False) + "\n")
         sys.stdout.flush()
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _cells(row: Sequence[object]) -> list[str]:

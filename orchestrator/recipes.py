@@ -51,6 +51,14 @@ def recipe_of_run(container: Container, run_id: str) -> Recipe:
         raise UsageError(error.message, "Name the recipe: RECIPE= (--recipe).") from None
 
 
+def changed_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """``recipe`` with ``key=value`` overrides. Raises :class:`UsageError` for one that does not fit it."""
+    try:
+        return recipe_from_dict(recipe.to_dict(), f"recipe {recipe.name}", parse_overrides(overrides))
+    except PayloadError as error:
+        raise UsageError(error.message, error.hint) from None
+
+
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """``key=value`` texts as values by key; a value is YAML. Raises :class:`UsageError`."""
     values: dict[str, Any] = {}

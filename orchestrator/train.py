@@ -44,10 +44,12 @@ def prepare(
     wheelhouse: bool = False,
     cold: bool = False,
     anyway: bool = False,
+    resumes: bool = False,
 ) -> Prepared:
     """Do what is missing of the steps before training. What is there already costs a question each.
 
-    ``cold`` leaves warmup out; ``anyway`` goes on where the preflight found errors.
+    ``cold`` leaves warmup out; ``anyway`` goes on where the preflight found errors; ``resumes``: the job goes on from a
+    checkpoint.
     Raises :class:`RefusedError` when a job runs in the container or it is not fit for one, before anything but the
     release is touched; what only the venv can tell, CUDA's start, is asked once it is there.
     """
@@ -56,8 +58,9 @@ def prepare(
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
     agent = Agent.of_release(container, deployed.release)
     refuse_while_a_job_runs(agent)
+    destination = container.destination
     needs = needs_of(
-        container.settings, container.destination.container_id, recipe, container.destination.make_arguments
+        container.settings, destination.container_id, recipe, destination.make_arguments, resumes=resumes
     )
     with console.step("check") as report:
         seen = look(agent, needs, report)

@@ -64,6 +64,23 @@ def data(seen: Seen, needs: Needs) -> Iterator[Finding]:
         yield Finding("data", "ok", f"{', '.join(found)} ({gib(size)})")
 
 
+def drafter(seen: Seen, needs: Needs) -> Iterator[Finding]:
+    """Whether the folder of the drafter is there that the recipe begins with, where it names one."""
+    if needs.drafter is None or "paths" not in seen.facts:
+        return
+    folder = _path(seen, needs.drafter)
+    if folder.get("kind") == "folder":
+        yield Finding("drafter", "ok", needs.drafter)
+        return
+    yield Finding(
+        "drafter",
+        "error",
+        f"there is no folder {_told(folder, needs.drafter)}",
+        f"recipe {needs.recipe} begins with the drafter there (train.from_pretrained)",
+        _bring(needs, "<the drafter's folder>", [needs.drafter], "train.from_pretrained=runs/<run id>"),
+    )
+
+
 def job(seen: Seen, needs: Needs) -> Iterator[Finding]:
     """Whether a job is going on, and which GPUs it holds: no fault, and a second one has to wait."""
     for run in mappings(seen.facts.get("runs")):
@@ -103,7 +120,7 @@ def _bring(needs: Needs, what: str, names: list[str], other: str) -> str:
         fixes.append(
             f"make put FILE={what} TO={shlex.quote(place)} {needs.place}".rstrip()
             if place
-            else f"bring {name} there (it is not below {needs.root}, where `make put` brings things)"
+            else f"bring {name} there (`make put` does not: it is not below {needs.root}, or a run's)"
         )
     return "; ".join(fixes) + f"   (or name another: SET='{other}')"
 
@@ -113,7 +130,8 @@ def _below_root(needs: Needs, name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute():
         path = path.relative_to(needs.root) if path.is_relative_to(needs.root) else PurePosixPath("..")
-    return "" if ".." in path.parts or name.startswith("~") or not path.parts else str(path)
+    out = ".." in path.parts or name.startswith("~") or path.parts[:1] in ((), ("runs",))
+    return "" if out else str(path)
 
 
-CHECKS = (target, data, job)
+CHECKS = (target, data, drafter, job)

@@ -41,9 +41,9 @@ class Needs:
 
     ``gpus``: the GPUs that it uses, as nvidia-smi numbers them; empty for a run on CPUs. ``cuda``: the version of
     the pinned torch build, null when the pin does not say. ``must_compile``: whether it fails without a compiler.
-    ``target`` and ``rows`` are the paths that the recipe names, as it names them (null and none for the demo's own and
-    what is the hub's for certain); ``target_file`` is what the target's folder must hold. ``place`` is what a make
-    target takes to mean this container, ``root`` its root.
+    ``target``, ``rows`` and ``drafter`` (to begin with) are the paths that the recipe names, as it names them (null and
+    none for the demo's own and what is the hub's for certain); ``target_file`` is what the target's folder must hold.
+    ``place`` is what a make target takes to mean this container, ``root`` its root.
     """
 
     recipe: str
@@ -56,13 +56,15 @@ class Needs:
     target: str | None = None
     target_file: str = ""
     rows: tuple[str, ...] = ()
+    drafter: str | None = None
     place: str = ""
     root: str = ""
 
     @property
     def paths(self) -> list[str]:
         """What the container is asked about."""
-        return [*([self.target, self.target_file] if self.target is not None else []), *self.rows]
+        target = [self.target, self.target_file] if self.target is not None else []
+        return [*target, *self.rows, *([self.drafter] if self.drafter is not None else [])]
 
     @property
     def target_may_be_of_the_hub(self) -> bool:
@@ -87,8 +89,12 @@ class Seen:
     cuda_untried: str = "there is no venv yet"
 
 
-def needs_of(settings: ContainerSettings, container_id: str, recipe: Recipe, place: str = "") -> Needs:
+def needs_of(
+    settings: ContainerSettings, container_id: str, recipe: Recipe, place: str = "", *, resumes: bool = False
+) -> Needs:
     """What ``recipe`` needs of a container with these settings, which ``place`` means on a command line.
+
+    ``resumes``: it goes on from a checkpoint, and not from the drafter that the recipe begins with.
 
     A recipe in float32, and any with a CPU build of torch, runs on CPUs and asks for no GPU.
     """
@@ -107,6 +113,7 @@ def needs_of(settings: ContainerSettings, container_id: str, recipe: Recipe, pla
         target=target,
         target_file=f"{target}/{recipe.target.gguf_file or 'config.json'}" if target else "",
         rows=tuple(source for source in sources if source != DEMO and not source.startswith(HUB)),
+        drafter=None if resumes else recipe.train.from_pretrained,
         place=place,
         root=settings.root,
     )

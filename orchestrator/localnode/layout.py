@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 
+DEFAULT_STATE = ".dflash/node"
 CLIENT_KEY = "client_key"
 KNOWN_HOSTS = "known_hosts"
 INVENTORY = "inventory.yaml"
@@ -40,6 +41,14 @@ CONTAINER_INVENTORY = "inventory.json"
 def is_container_id(text: str) -> bool:
     """Whether Proxmox would take ``text`` for the number of a container: from 100 to 999999999."""
     return text.isascii() and text.isdigit() and 3 <= len(text) <= 9 and text[0] != "0"
+
+
+def state_of(pct: str, known_hosts: str | None) -> str | None:
+    """The state folder of the node that an inventory with these settings was written by; None for a real host."""
+    state = os.path.dirname(known_hosts or "")
+    if not state or pct != os.path.join(state, PCT) or not os.path.exists(os.path.join(state, NODE_LOCK)):
+        return None
+    return state
 
 
 def container_folder(state: str, container_id: str) -> str:

@@ -100,7 +100,8 @@ def _end_holder(holder: ProcessId) -> None:
 
 
 def _age_s(entry: Mapping[str, float]) -> float:
-    return max(0.0, time.time() - entry["since"])
+    # Finite whatever was written: no lock is older than the clock.
+    return min(time.time(), max(0.0, time.time() - entry["since"]))
 
 
 def _busy(name: str, content: bytes) -> PayloadError:

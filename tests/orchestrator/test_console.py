@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.console import Console, LogWriter, safe
@@ -58,3 +59,23 @@ def test_on_a_terminal_the_split_into_chunks_does_not_show(text: str, sizes: lis
     for chunk in chunks(data, sizes):
         writer.write(chunk)
     assert stream.getvalue().decode() == safe(data.decode())
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=json_like)
+def test_json_is_json_whatever_numbers_a_container_tells(
+    value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    Console().json({"value": value, "worst": [float("inf"), {"loss": float("nan")}, -float("inf")]})
+    shown = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert shown["worst"] == [None, {"loss": None}, None]

@@ -26,6 +26,7 @@ from orchestrator.status import status, stop
 from payload.agent.release import tree_hash
 from payload.drafter.checkpoint import save_drafter
 from payload.drafter.model import DFlashDrafter
+from payload.recipe import load_recipe
 from payload.target import Target
 from payload.trainer.program import drafter_config_for
 from tests.payload.trainer.jobs import save_tiny_target, tiny_recipe
@@ -144,3 +145,35 @@ def test_what_cannot_be_evaluated_is_said_in_words(
     assert shown.returncode == 2, shown.stderr
     assert words in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+BAD_RECIPES = [
+    (("--recipe", "no-such"), "No recipe no-such"),
+    (("--recipe", "tiny-cpu", "--set", "data.evall=[x]"), "unknown key data.evall"),
+    (("--set", "data.eval_rows"), "not of the form key=value"),
+]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "estimate"])
+@pytest.mark.parametrize(("arguments", "words"), BAD_RECIPES)
+def test_a_recipe_that_is_none_is_refused_before_anything_is_brought_there(
+    container: Container, local_node: NodeInfo, command: str, arguments: tuple[str, ...], words: str
+) -> None:
+    current = Path(container.settings.root) / "current"
+    current.unlink(missing_ok=True)
+    shown = orchestrator(local_node, command, *arguments)
+    assert shown.returncode == 2, shown.stderr
+    assert words in shown.stderr
+    assert "deploy" not in shown.stderr
+    assert not current.exists()
+
+
+def test_what_does_not_fit_a_runs_own_recipe_is_refused_before_anything_is_brought_there(
+    agent: Agent, local_node: NodeInfo
+) -> None:
+    run_id = start(agent, "print('done')", load_recipe("tiny-cpu").to_dict())
+    for run in (run_id,), ():
+        shown = orchestrator(local_node, "evaluate", *run, "--set", "data.evall=[x]")
+        assert shown.returncode == 2, shown.stderr
+        assert "unknown key data.evall" in shown.stderr
+        assert "deploy" not in shown.stderr

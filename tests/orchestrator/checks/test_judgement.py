@@ -325,3 +325,16 @@ def test_a_run_that_is_going_on_is_told_with_the_gpus_that_it_holds_and_is_no_fa
         {"pid": 9, "command": "python -m sglang", "run_id": None, "nodes": ["/dev/nvidia0"]}
     )
     assert check(judge(Seen(facts, held.config), NEEDS), "free").severity == "error"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("models/draft", "TO=models/draft"), ("runs/20260101-0", "or a run's")]
+)
+def test_the_drafter_that_a_run_begins_with_is_looked_for_unless_it_goes_on(name: str, advice: str) -> None:
+    recipe = load_recipe("smollm2", {"train.from_pretrained": name})
+    needs = needs_of(EIGHT_GPUS, "200", recipe, HERE)
+    assert check(judge(with_paths(needs, **{name: {"kind": "folder"}}), needs), "drafter").severity == "ok"
+    finding = check(judge(with_paths(needs, **{name: {"kind": None}}), needs), "drafter")
+    assert (finding.severity, advice in finding.fix) == ("error", True), finding
+    resumed = needs_of(EIGHT_GPUS, "200", recipe, HERE, resumes=True)
+    assert "drafter" not in {found.check for found in judge(with_paths(resumed), resumed)}

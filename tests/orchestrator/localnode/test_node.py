@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import RemoteError, UsageError
+from orchestrator.connection import Connection
+from orchestrator.errors import RemoteError, TransportError, UsageError
 from orchestrator.inventory import load_inventory, resolve
 from orchestrator.localnode import node, process
 from orchestrator.localnode.inventory_file import ContainerPlan
@@ -27,6 +30,8 @@ from tests.orchestrator.localnode.conftest import (
     state_of,
     until,
 )
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -269,3 +274,57 @@ def test_the_state_folder_may_be_relative(tmp_path, monkeypatch):
         assert works(info)
     finally:
         node.stop(tmp_path / "here")
+
+
+@pytest.mark.parametrize(("folder", "command"), [(".dflash/node", "make node-start"), ("it's", None)])
+def test_a_command_on_a_node_that_does_not_run_says_what_starts_it(tmp_path, folder, command):
+    def status():
+        return subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", "status", "--host", "local", "--ct", "200"],
+            cwd=tmp_path,
+            env={**os.environ, "DFLASH_INVENTORY": f"{folder}/inventory.yaml"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    start(tmp_path / folder)
+    node.stop(tmp_path / folder)
+    refused = status()
+    assert refused.returncode == 3
+    assert "Connection refused" in refused.stderr
+    hint = refused.stderr.splitlines()[-1]
+    assert hint.endswith(command or "make node-start")
+    words = shlex.split(hint.split("Start it: ")[1])
+    named = dict(word.split("=", 1) for word in words[:-2])
+    state = tmp_path / named.get("DFLASH_NODE", folder)
+    assert bool(named) == (command is None)
+    try:
+        started = subprocess.run(
+            ["make", "--old-file=.venv/.desk", "node-start"],
+            cwd=REPOSITORY,
+            env={**os.environ, "DFLASH_NODE": str(state)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert started.returncode == 0, started.stderr
+        assert "Connection refused" not in status().stderr
+    finally:
+        node.stop(tmp_path / folder)
+
+
+def test_an_inventory_of_a_real_host_names_no_node(tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    host = f"hosts: {{local: {{address: 127.0.0.1, port: {port}, known_hosts: {tmp_path}/known_hosts}}}}"
+    (tmp_path / "known_hosts").touch()
+    settings = tmp_path / "inventory.yaml"
+    settings.write_text(host)
+    with (
+        Connection("local", load_inventory(settings).hosts["local"]) as connection,
+        pytest.raises(TransportError, match="Connection refused") as raised,
+    ):
+        connection.open()
+    assert "node-start" not in raised.value.hint

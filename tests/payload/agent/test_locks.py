@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from payload.agent import locks
+from payload.agent.layout import Layout
 from tests.payload.agent.container import FakeContainer, is_running, until
 
 HOLDS = """
@@ -87,3 +89,15 @@ def test_a_process_that_got_the_pid_of_a_dead_holder_is_not_ended(
         assert is_running(innocent.pid)
     innocent.kill()
     innocent.wait()
+
+
+@pytest.mark.parametrize("since", ["-Infinity", "Infinity", "NaN", "-1e999", "1e300"])
+def test_the_age_of_a_lock_is_a_number_whatever_stands_in_it(container: FakeContainer, since: str) -> None:
+    layout = Layout.at(str(container.root))
+    with locks.hold(layout, "deploy", "receive", "ann@desk"):
+        path = layout.locks / "deploy.lock"
+        entry = json.loads(path.read_text())
+        path.write_text(json.dumps(entry).replace(json.dumps(entry["since"]), since))
+        [found] = container.result("locks")["locks"]
+        assert 0 <= found["age_s"] < float("inf")
+        assert "deploy" in container.error("prune", keep=1)["message"]
