@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -102,8 +103,10 @@ class Container:
             moved = self.run(["mv", "-T", "-f", str(partial), path], timeout_s=_PROBE_TIMEOUT_S)
             if moved.exit_status != 0:
                 raise self.explain(moved, f"{path} could not be put in place")
-        except (RemoteError, UsageError):
-            self.run(["rm", "-f", str(partial)], timeout_s=_PROBE_TIMEOUT_S)
+        except (RemoteError, UsageError, KeyboardInterrupt):
+            # Where this does not reach it, prune does.
+            with contextlib.suppress(TransportError):
+                self.run(["rm", "-f", str(partial)], timeout_s=_PROBE_TIMEOUT_S)
             raise
 
     def send(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from orchestrator.localnode.node import NodeInfo
 from orchestrator.put import _place
 from payload.agent.layout import PARTIAL_PREFIX
 from tests.orchestrator.test_cli import assert_one_paragraph, orchestrator
+from tests.payload.agent.container import until
 
 PLACE = ("--host", "local", "--ct", "200")
 ROOT = "/opt/dflash"
@@ -262,3 +265,35 @@ def test_an_upload_that_is_cut_off_leaves_only_what_prune_knows(
     with pytest.raises(Interrupted):
         container.upload(tmp_path / "rows", str(folder / "rows"))
     assert [path.name.startswith(PARTIAL_PREFIX) for path in folder.iterdir()] == [True]
+
+
+def test_a_put_that_is_interrupted_at_the_desk_leaves_nothing_half_there(
+    local_node: NodeInfo, tmp_path: Path
+) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2 << 30)
+    there = root_of(local_node) / "interrupted"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "orchestrator.cli",
+            "put",
+            *PLACE,
+            "--to",
+            "interrupted/large",
+            str(tmp_path / "large"),
+        ],
+        env={**os.environ, "DFLASH_INVENTORY": str(local_node.inventory)},
+        stderr=subprocess.PIPE,
+    )
+    for _ in until(30):
+        if there.is_dir() and any(path.stat().st_size > 1_000_000 for path in there.iterdir()):
+            break
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    for _ in until(10):
+        if not list(there.iterdir()):
+            break
+    assert list(there.iterdir()) == []
