@@ -59,7 +59,7 @@ def plain_decode(
     tokens: list[int] = []
     while len(tokens) < max_new_tokens:
         logits = target.step(ids, cache, last_logits_only=True).logits[0]
-        ids = _choose(logits, temperature, generator)[None]
+        ids = choose(logits, temperature, generator)[None]
         tokens.append(int(ids))
         if tokens[-1] in eos_token_ids:
             break
@@ -94,7 +94,7 @@ def speculative_decode(
     start = ids.shape[1]
     context = drafter.new_cache(1, start + max_new_tokens, device, target.dtype)
     drafter.extend_context(read.features, torch.arange(start, device=device)[None], context)
-    anchor = _choose(read.logits[0], temperature, generator)
+    anchor = choose(read.logits[0], temperature, generator)
     result = Decoded([int(anchor)], [], [], [])
 
     while len(result.tokens) < max_new_tokens and result.tokens[-1] not in eos_token_ids:
@@ -104,7 +104,7 @@ def speculative_decode(
         positions = torch.arange(start, start + config.block_size, device=device)[None]
         hidden = drafter.draft(block, positions, context)[0, 1:size]
         draft_logits = hidden @ target.head_weight.T
-        drafts = _choose(draft_logits, temperature, generator)
+        drafts = choose(draft_logits, temperature, generator)
 
         read = target.step(torch.cat([anchor, drafts])[None], cache, layer_ids)
         if temperature > 0:
@@ -149,7 +149,7 @@ def accept_sampled(drafts: Tensor, p: Tensor, q: Tensor, generator: torch.Genera
     return torch.cat([drafts[:accepted], own])
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """One token for each row of ``logits[T, V]``, int64 [T]."""
     if temperature == 0:
         return logits.argmax(-1)

@@ -70,8 +70,12 @@ class RowCache:
         assert values is not None
         return keys[:, :, :count], values[:, :, :count]
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """Each row is longer by so many of the tokens written last."""
+    def advance(self, counts: Sequence[int] | int) -> None:
+        """Each row is longer by so many of the tokens written last, every one by as many where one number is given."""
+        if isinstance(counts, int):
+            self._held = [held + counts for held in self._held]
+            self._lengths += counts
+            return
         self._held = [held + count for held, count in zip(self._held, counts, strict=True)]
         self._lengths = torch.tensor(self._held, device=self._lengths.device)
 

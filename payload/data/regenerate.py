@@ -1,39 +1,49 @@
 """The target answers the prompts itself, so that the drafter learns the text that the target really writes.
 
-Answers go to a JSONL file, one line a conversation, keyed by a hash of its prompts. A run that was interrupted
-continues where it stopped; a last line that was cut off is dropped. Lines hold the very token ids that were
-generated, which tokenizing the text again would not always give.
+An answer is a line of the answers' files (`payload.data.answers`), keyed by a hash of what was asked. Lines hold the
+very token ids that were generated, which tokenizing the text again would not always give.
+
+The unit of work is a batch of prompts: the same ones stand together however many ranks share the batches out and
+whatever was answered before, so that neither changes an answer. A run that was interrupted continues where it stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from payload.data.answers import answered_keys, appending
+from payload.data.generation import GenerationSettings, generate_answers
 from payload.data.rows import Row
 from payload.data.tokens import RowSkippedError, end_token_ids, render_prompt
 from payload.errors import PayloadError
+from payload.target import Target
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How the target answers; ``temperature`` 0 is greedy. A batch of prompts and ``seed`` decide what is sampled."""
+class Share:
+    """This rank's part of the work; here all of it."""
 
-    batch_size: int = 64
-    max_new_tokens: int = 1024
-    max_length: int = 3072
-    temperature: float = 0.0
-    seed: int = 0
+    part = 0
+    """Which of the answers' files is this rank's."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._totals: Counter[str] = Counter()
+
+    def claim(self) -> int:
+        """The number of a batch that no rank has claimed yet, greater than those claimed here before."""
+        return next(self._numbers)
+
+    def add(self, counts: Counter[str]) -> Counter[str]:
+        """Take in what this rank has done since the last time; returns what all ranks have done."""
+        self._totals += counts
+        return self._totals
 
 
 @dataclass
@@ -58,39 +68,82 @@ class _Conversation:
 
 def regenerate(
     rows: Iterable[Row],
-    model: Any,
+    target: Target,
     tokenizer: Any,
     destination: Path,
     settings: GenerationSettings,
     report: Callable[[str], None] = lambda line: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Counter[str]:
-    """Append to ``destination`` an answered row for each conversation that is not there yet.
-
-    ``model`` is a transformers causal LM with ``generate``. A line has ``input_ids`` and ``loss_mask`` (true on the
-    answers), ``messages`` under ``conversation`` for people, and the ``key``. Returns counts: answered, kept from
-    before, and rows skipped by reason. Raises ``PayloadError`` when no row could be answered, and at the next token
-    once ``should_stop`` says so.
-    """
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    done = _keys_of_complete_lines(destination)
-    counts: Counter[str] = Counter()
-    pending = _conversations(rows, done, counts)
-    with destination.open("ab") as file:
-        while chunk := list(islice(pending, settings.batch_size)):
-            for conversation in _answer(chunk, model, tokenizer, settings, counts, should_stop):
-                file.write(json.dumps(_line(conversation)).encode() + b"\n")
-                counts["answered"] += 1
-            file.flush()
-            os.fsync(file.fileno())
-            report(f"regenerate: {counts['answered']} answered, {counts['kept']} kept from before")
-    if not counts["answered"] and not counts["kept"]:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in counts.items())
-        raise PayloadError("No prompt could be answered by the target.", hint=f"Why: {reasons or 'no rows'}.")
+    """`answer_share` of all batches. Raises ``PayloadError`` also when there is no answer in the end."""
+    counts = answer_share(rows, target, tokenizer, destination, settings, Share(), report, should_stop)
+    require_answers(counts)
     return counts
 
 
-def _conversations(rows: Iterable[Row], done: set[str], counts: Counter[str]) -> Iterator[_Conversation]:
+def answer_share(
+    rows: Iterable[Row],
+    target: Target,
+    tokenizer: Any,
+    destination: Path,
+    settings: GenerationSettings,
+    share: Share,
+    report: Callable[[str], None] = lambda line: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Counter[str]:
+    """Append to the answers of ``destination`` a row for each conversation of this share that is not there yet.
+
+    A row has ``input_ids`` and ``loss_mask`` (true on the answers), ``messages`` under ``conversation`` for people, and
+    the ``key``. Returns counts: answered, kept from before, and rows skipped by reason. Raises ``PayloadError`` a few
+    tokens after ``should_stop`` says so, and when the answers' files cannot be used.
+    """
+    done = answered_keys(destination)
+    unusable: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    mine = share.claim()
+    with appending(destination, share.part) as append:
+        for number, batch in enumerate(_batches(_conversations(rows, unusable), settings.batch_size)):
+            if number < mine:
+                continue
+            of_batch: Counter[str] = Counter(kept=sum(one.key in done for one in batch))
+            if _something_to_ask(batch, done, tokenizer, settings, of_batch):
+                answered = _answer(batch, target, tokenizer, settings, of_batch, should_stop)
+                new = [_line(one) for one in answered if one.key not in done]
+                append(new)
+                of_batch["answered"] = len(new)
+            counts += of_batch
+            total = share.add(of_batch)
+            if of_batch["answered"]:
+                report(progress(total))
+            mine = share.claim()
+    # Every rank reads all rows, but each counts once.
+    return counts + unusable if share.part == 0 else counts
+
+
+def progress(counts: Counter[str]) -> str:
+    """How far the answers are, in words."""
+    return f"regenerate: {counts['answered']} answered, {counts['kept']} kept from before"
+
+
+def require_answers(counts: Counter[str]) -> None:
+    """Raises ``PayloadError``, with the reasons, when no row was answered, now or before."""
+    if not counts["answered"] and not counts["kept"]:
+        reasons = "; ".join(f"{number}: {reason}" for reason, number in counts.items() if number)
+        raise PayloadError("No prompt could be answered by the target.", hint=f"Why: {reasons or 'no rows'}.")
+
+
+def prompt_keys(rows: Iterable[Row]) -> Iterator[str]:
+    """The keys of the rows' conversations, in their order, each once."""
+    return (conversation.key for conversation in _conversations(rows, Counter()))
+
+
+def _batches(conversations: Iterator[_Conversation], size: int) -> Iterator[list[_Conversation]]:
+    while batch := list(islice(conversations, size)):
+        yield batch
+
+
+def _conversations(rows: Iterable[Row], counts: Counter[str]) -> Iterator[_Conversation]:
+    seen: set[str] = set()
     for row in rows:
         messages = (row.content or {}).get("messages")
         if not isinstance(messages, list) or not all(
@@ -110,106 +163,82 @@ def _conversations(rows: Iterable[Row], done: set[str], counts: Counter[str]) ->
             counts["skipped: no user turn"] += 1
             continue
         key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-        if key in done:
-            counts["kept"] += 1
-            continue
-        done.add(key)
-        yield _Conversation(key, said)
+        if key not in seen:
+            seen.add(key)
+            yield _Conversation(key, said)
+
+
+def _something_to_ask(
+    batch: list[_Conversation],
+    done: set[str],
+    tokenizer: Any,
+    settings: GenerationSettings,
+    counts: Counter[str],
+) -> bool:
+    """Whether a conversation has no answer and can have one; of a batch without any, why goes into ``counts``.
+
+    A batch that was cut short is answered again as a whole, since who stands together decides what is sampled.
+    """
+    missing = [one for one in batch if one.key not in done]
+    if len(missing) == len(batch):
+        return True
+    reasons: Counter[str] = Counter()
+    for one in missing:
+        first = _Conversation(one.key, list(one.turns))
+        first.to_next_prompt()
+        if _prompt(first, tokenizer, settings, reasons) is not None:
+            return True
+    counts.update(reasons)
+    return False
+
+
+def _prompt(
+    conversation: _Conversation, tokenizer: Any, settings: GenerationSettings, counts: Counter[str]
+) -> list[int] | None:
+    """Token ids of what the target is to answer next; None when it cannot, counted by its reason."""
+    try:
+        prompt = render_prompt(conversation.messages, tokenizer)
+    except RowSkippedError as error:
+        counts[f"skipped: {error}"] += 1
+        return None
+    if len(prompt) >= settings.max_length:
+        counts["skipped: prompt longer than the maximum length"] += 1
+        return None
+    return prompt
 
 
 def _answer(
     conversations: list[_Conversation],
-    model: Any,
+    target: Target,
     tokenizer: Any,
     settings: GenerationSettings,
     counts: Counter[str],
     should_stop: Callable[[], bool],
 ) -> list[_Conversation]:
     """Answer every user turn of the conversations, one round of turns after the other."""
+    ends = _end_tokens(target, tokenizer)
     while open_ones := [conversation for conversation in conversations if conversation.to_next_prompt()]:
-        prompts: list[list[int]] = []
-        asked: list[_Conversation] = []
+        asked: list[tuple[_Conversation, list[int]]] = []
         for conversation in open_ones:
-            try:
-                prompt = render_prompt(conversation.messages, tokenizer)
-            except RowSkippedError as error:
-                counts[f"skipped: {error}"] += 1
-                conversation.cut = True
-                continue
-            if len(prompt) >= settings.max_length:
-                counts["skipped: prompt longer than the maximum length"] += 1
-                conversation.cut = True
-                continue
-            prompts.append(prompt)
-            asked.append(conversation)
+            prompt = _prompt(conversation, tokenizer, settings, counts)
+            conversation.cut = prompt is None
+            if prompt is not None:
+                asked.append((conversation, prompt))
         if not asked:
             break
-        answers = generate_answers(model, prompts, tokenizer, settings, should_stop)
+        answers = generate_answers(target, [prompt for _, prompt in asked], ends, settings, should_stop)
         if should_stop():
             raise PayloadError("Told to stop while answers were being generated; those so far are kept.")
-        for conversation, prompt, answer in zip(asked, prompts, answers, strict=True):
+        for (conversation, prompt), answer in zip(asked, answers, strict=True):
             conversation.spans.append((prompt, answer))
             text = tokenizer.decode(answer, skip_special_tokens=True)
             conversation.messages.append({"role": "assistant", "content": text})
-            conversation.cut = not answer or answer[-1] not in _end_tokens(model, tokenizer)
+            conversation.cut = answer[-1] not in ends
     return [conversation for conversation in conversations if conversation.spans]
 
 
-def generate_answers(
-    model: Any,
-    prompts: list[list[int]],
-    tokenizer: Any,
-    settings: GenerationSettings,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> list[list[int]]:
-    """The target's continuation of each prompt, end token included where it was reached.
-
-    Once ``should_stop`` says so, what there is after the next token.
-    """
-    ends = _end_tokens(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)
-    width = max(map(len, prompts))
-    device = next(model.parameters()).device
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    seen = torch.tensor(
-        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
-    )
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if settings.temperature > 0:
-        sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": 1.0, "top_k": 0}
-    with torch.no_grad(), _seeded(settings.seed, prompts, device):
-        whole = model.generate(
-            input_ids=ids,
-            attention_mask=seen,
-            max_new_tokens=settings.max_new_tokens,
-            pad_token_id=pad,
-            eos_token_id=sorted(ends),
-            stopping_criteria=[
-                lambda ids, scores: ids.new_full(ids.shape[:1], should_stop(), dtype=torch.bool)
-            ],
-            **sampling,
-        )
-    return [_until_end(row[width:].tolist(), ends) for row in whole]
-
-
-@contextmanager
-def _seeded(seed: int, prompts: list[list[int]], device: torch.device) -> Iterator[None]:
-    """Random numbers of their own for these prompts, whatever was drawn before."""
-    digest = hashlib.sha256(json.dumps([seed, prompts]).encode()).digest()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int.from_bytes(digest[:7], "big"))
-        yield
-
-
-def _until_end(answer: list[int], ends: set[int]) -> list[int]:
-    for index, token in enumerate(answer):
-        if token in ends:
-            return answer[: index + 1]
-    return answer
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    ends = end_token_ids(tokenizer, model.generation_config)
+def _end_tokens(target: Target, tokenizer: Any) -> set[int]:
+    ends = end_token_ids(tokenizer, target.model.generation_config)
     if not ends:
         raise PayloadError("The target names no end-of-text token.", hint="Set eos_token_id in its config.")
     return ends
@@ -230,24 +259,3 @@ def _line(conversation: _Conversation) -> dict[str, Any]:
         "loss_mask": mask,
         "conversation": conversation.messages,
     }
-
-
-def _keys_of_complete_lines(path: Path) -> set[str]:
-    """Keys of the lines already there; what follows the last complete line is cut off."""
-    if not path.exists():
-        return set()
-    keys: set[str] = set()
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                keys.add(json.loads(line)["key"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise PayloadError(
-                    f"{path} is damaged at byte {end}.", hint="Delete the file to generate the answers anew."
-                ) from error
-            end += len(line)
-    os.truncate(path, end)
-    return keys

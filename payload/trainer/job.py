@@ -21,6 +21,7 @@ from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
 from payload.recipe import Recipe, recipe_from_dict
 from payload.target import Target
+from payload.trainer.answering import answer_prompts
 from payload.trainer.checkpoint import (
     Progress,
     Snapshot,
@@ -35,7 +36,7 @@ from payload.trainer.failure import EXIT_FAILED, EXIT_STOPPED, EarlyEnd, Failure
 from payload.trainer.heldout import HeldOut, held_out_prompts
 from payload.trainer.initial import initial_weights
 from payload.trainer.metrics import MetricsLog
-from payload.trainer.preparation import Prepared, prepare_run
+from payload.trainer.preparation import Prepared, open_target, prepare_run
 from payload.trainer.program import DrafterProgram, TargetProgram, compiles_target, supply_shape
 from payload.trainer.ranks import Pace, Ranks, StopSignal, join, leave, say, subgroup
 from payload.trainer.reporting import RunReport
@@ -135,13 +136,20 @@ def _train(
 ) -> int:
     is_target = ranks.rank in roles.targets
     is_drafter = ranks.rank in roles.drafters
-    prepared, target = None, None
-    if ranks.rank == roles.lead_target:
+    lead_target, root = ranks.rank == roles.lead_target, _root_of(run_dir)
+    opened, target, prepared = None, None, None
+    if lead_target:
         begins = spec.get("resume_from") is None and not checkpoint_folders(run_dir / "checkpoints")
-        prepared, target = prepare_run(recipe, run_dir, _root_of(run_dir), ranks.device, stop, begins)
-    prepared = ranks.broadcast_object(prepared, roles.lead_target)
+        opened, target = open_target(recipe, root, ranks.device, stop, begins)
+    opened = ranks.hand_out("target", opened, roles.lead_target, stop)
     if is_target and target is None:
-        target = Target.load(prepared.target, ranks.device, compiles_target(recipe, ranks.device))
+        target = Target.load(opened.target, ranks.device, compiles_target(recipe, ranks.device))
+    if target is not None and opened.answers is not None:
+        tokenizer = load_tokenizer(opened.target)
+        answer_prompts(recipe, opened.answers, target, tokenizer, ranks, roles, stop)
+    if lead_target and target is not None:
+        prepared = prepare_run(recipe, opened, target, run_dir, root, stop)
+    prepared = ranks.hand_out("prepared", prepared, roles.lead_target, stop)
     head, embedding = _share_weights(prepared, target, ranks, roles)
 
     identity = f"{recipe.digest()}-{prepared.data_sha256[:16]}-{prepared.weights_sha256[:16]}"

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from payload.data.answers import read_answers
 from payload.data.feature_cache import FeatureShape, RowFeatures, write_feature_cache
 from payload.data.prepared import PackedRows, Preparation, prepare
-from payload.data.regenerate import GenerationSettings, regenerate
-from payload.data.rows import Row, read_jsonl, read_rows
+from payload.data.regenerate import prompt_keys
+from payload.data.rows import Row, read_rows
 from payload.data.sealed import MANIFEST, file_sha256
 from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
@@ -23,9 +24,22 @@ from payload.drafter.config import DrafterConfig
 from payload.errors import PayloadError
 from payload.recipe import Recipe, TargetSpec
 from payload.target import Target
+from payload.trainer.answering import generation_settings
 from payload.trainer.initial import find_initial
 from payload.trainer.program import TargetProgram, compiles_target, drafter_config_for
 from payload.trainer.ranks import StopSignal, say
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The target as the lead target found or made it, which the other targets load. ``answers``: the file of the
+    answers that the target is to give to the training prompts itself, when the recipe asks for them."""
+
+    target: TargetSpec
+    config: DrafterConfig
+    weights_sha256: str
+    """Of a sample of the target's weights (`weights_digest`)."""
+    answers: Path | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +51,6 @@ class Prepared:
     data_sha256: str
     data_facts: dict[str, Any]
     weights_sha256: str
-    """Of a sample of the target's weights (`weights_digest`)."""
     config: DrafterConfig
     dtype: torch.dtype
     tied: bool
@@ -45,10 +58,10 @@ class Prepared:
     """The offline feature cache, when the recipe asks for one."""
 
 
-def prepare_run(
-    recipe: Recipe, run_dir: Path, root: Path, device: torch.device, stop: StopSignal, begins: bool
-) -> tuple[Prepared, Target]:
-    """Bring about target and training set, on the lead target; what is there already is used again.
+def open_target(
+    recipe: Recipe, root: Path, device: torch.device, stop: StopSignal, begins: bool
+) -> tuple[Opened, Target]:
+    """Bring about the target, on the lead target; what is there already is used again.
 
     ``begins``: there is no checkpoint to go on from, so that the recipe's initial drafter must be there.
     """
@@ -56,32 +69,49 @@ def prepare_run(
     if spec.model == "demo":
         spec = replace(spec, model=str(ensure_demo_target(root, say, lambda: stop.received)))
     target = Target.load(spec, device, compiles_target(recipe, device))
-    tokenizer = load_tokenizer(spec)
-    config = drafter_config_for(recipe, target.config, tokenizer.mask_token_id)
+    config = drafter_config_for(recipe, target.config, load_tokenizer(spec).mask_token_id)
     if begins and recipe.train.from_pretrained is not None:
         # Before hours may go into answers and features.
         find_initial(recipe.train.from_pretrained, config, lambda line: None)
+    weights_sha256 = weights_digest(target.model)
+    answers = _answers_file(recipe, spec, weights_sha256, root) if recipe.data.regenerate else None
+    return Opened(spec, config, weights_sha256, answers), target
+
+
+def prepare_run(
+    recipe: Recipe, opened: Opened, target: Target, run_dir: Path, root: Path, stop: StopSignal
+) -> Prepared:
+    """Bring about the training set and its features, on the lead target, once all answers are there."""
+    data, config = recipe.data, opened.config
     packed = run_dir / "data" / "packed.safetensors"
-    rows = until_stopped(_training_rows(recipe, spec, root, target, tokenizer, stop), stop)
-    facts = prepare(rows, tokenizer, recipe.data.max_length, recipe.data.min_loss_tokens, packed)
+    rows: Iterable[Row] = read_rows(data.train, "train", data.train_rows, recipe.train.seed)
+    if opened.answers is not None:
+        rows = read_answers(opened.answers, prompt_keys(rows))
+    tokenizer = load_tokenizer(opened.target)
+    facts = prepare(until_stopped(rows, stop), tokenizer, data.max_length, data.min_loss_tokens, packed)
     for line in facts.describe():
         say(line)
     program = TargetProgram(target, config.target_layer_ids, recipe.loss.kind == "kl")
     features = None
-    if recipe.data.features == "offline":
+    if data.features == "offline":
         features = ensure_features(recipe, program, packed, root, stop)
-    prepared = Prepared(
-        target=spec,
+    return Prepared(
+        target=opened.target,
         packed=packed,
         data_sha256=file_sha256(packed),
         data_facts=_facts(recipe, facts),
-        weights_sha256=weights_digest(target.model),
+        weights_sha256=opened.weights_sha256,
         config=config,
         dtype=target.dtype,
         tied=target.head_weight is target.embedding_weight,
         features=features,
     )
-    return prepared, target
+
+
+def _answers_file(recipe: Recipe, spec: TargetSpec, weights_sha256: str, root: Path) -> Path:
+    asked = [list(recipe.data.train), recipe.data.train_rows, vars(generation_settings(recipe))]
+    key = json.dumps([vars(spec), weights_sha256, *asked], sort_keys=True)
+    return root / "answers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
 
 
 def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
@@ -90,28 +120,6 @@ def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
         if stop.received:
             raise PayloadError("Told to stop while the data were being prepared.")
         yield row
-
-
-def _training_rows(
-    recipe: Recipe, spec: TargetSpec, root: Path, target: Target, tokenizer: Any, stop: StopSignal
-) -> Iterable[Row]:
-    data = recipe.data
-    rows = read_rows(data.train, "train", data.train_rows, recipe.train.seed)
-    if not data.regenerate:
-        return rows
-    settings = GenerationSettings(
-        batch_size=data.regenerate_batch,
-        max_new_tokens=data.regenerate_max_new_tokens,
-        max_length=data.max_length,
-        temperature=data.regenerate_temperature,
-        seed=recipe.train.seed,
-    )
-    asked = [list(data.train), data.train_rows, vars(settings)]
-    key = json.dumps([vars(spec), weights_digest(target.model), *asked], sort_keys=True)
-    answers = root / "answers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
-
-    regenerate(rows, target.model, tokenizer, answers, settings, say, should_stop=lambda: stop.received)
-    return read_jsonl(answers)
 
 
 def ensure_features(

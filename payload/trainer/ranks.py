@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from payload.errors import PayloadError
+
 TIMEOUT = timedelta(minutes=60)
-"""Long enough for a target to be trained and a model to be compiled while the other ranks wait."""
+"""Long enough for a model to be compiled and held-out prompts to be decoded while the other ranks wait."""
+
+_LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,29 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
         return box[0]
+
+    def hand_out(self, name: str, value: Any, source: int, stop: StopSignal) -> Any:
+        """The source's value, on every rank, however long the others wait; it goes through the store, as ``name``.
+
+        Raises ``PayloadError`` when any rank is told to stop meanwhile.
+        """
+        if self.world_size == 1:
+            return value
+        if self.rank == source:
+            self.store.set(name, pickle.dumps(value))  # type: ignore[arg-type]
+            return value
+        self.await_keys([name], stop)
+        return pickle.loads(self.store.get(name))
+
+    def await_keys(self, names: list[str], stop: StopSignal) -> None:
+        """Wait until all of ``names`` are in the store. No collective: none has a limit that work of hours would keep.
+
+        Raises ``PayloadError`` when any rank is told to stop.
+        """
+        while not self.store.check(names):
+            if stop.heed():
+                raise PayloadError("Told to stop while waiting for what another rank prepares.")
+            time.sleep(_LOOK_EVERY_S)
 
 
 def join(device: torch.device | None = None) -> Ranks:
@@ -119,6 +148,7 @@ class StopSignal:
         self._store = store
         self._received = threading.Event()
         self._told = False
+        self._look_again = 0.0
 
     def install(self) -> None:
         """Take over SIGTERM in this process."""
@@ -134,6 +164,17 @@ class StopSignal:
             self._told = True
             self._store.set("stop", "1")
         return self._received.is_set()
+
+    def heed(self) -> bool:
+        """Whether any rank was told to stop, asked at most every fifth of a second; this one then counts as told too.
+
+        For work before the first step, which a rank leaves by itself.
+        """
+        if not self.received and time.monotonic() >= self._look_again:
+            self._look_again = time.monotonic() + _LOOK_EVERY_S
+            if self._store.check(["stop"]):
+                self._received.set()
+        return self.received
 
     def anywhere(self) -> bool:
         """Whether any rank was told to stop: one question to the store."""
