@@ -76,16 +76,26 @@ def test_no_host_at_all_names_the_hosts() -> None:
     assert_one_paragraph(orchestrator("train"), 2, "HOST is missing", "10.1.2.6 (CT 200)")
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["venv", "warmup", "train", "logs", "stop", "fetch", "evaluate", "estimate", "probe", "prune", "locks"],
+ONE_CONTAINER = (
+    "venv",
+    "warmup",
+    "train",
+    "stop",
+    "fetch",
+    "evaluate",
+    "estimate",
+    "probe",
+    "prune",
+    "locks",
 )
+
+
 @pytest.mark.parametrize(
-    ("place", "named"),
+    ("command", "place", "named"),
     [
-        (("--host", "all"), "HOST=all"),
-        (("--host", "local", "--ct", "200,201"), "HOST=local CT=200,201"),
-        (("--host", "local", "--ct", "all"), "HOST=local CT=all"),
+        *((command, ("--host", "all"), "HOST=all") for command in ONE_CONTAINER),
+        ("logs", ("--host", "local", "--ct", "200,201"), "HOST=local CT=200,201"),
+        ("logs", ("--host", "local", "--ct", "all"), "HOST=local CT=all"),
     ],
 )
 def test_a_command_that_works_on_one_container_says_so_where_several_are_named(
