@@ -13,7 +13,7 @@ from payload.errors import PayloadError
 from payload.estimate import GPU_BYTES, describe_estimates
 from payload.estimate import estimate as estimate_recipe
 from payload.recipe import Recipe
-from payload.target_shape import shape_of
+from payload.target_shape import shape_of_target
 
 
 def estimate(recipe: Recipe, config: Path | None = None) -> list[dict[str, Any]]:
@@ -22,7 +22,7 @@ def estimate(recipe: Recipe, config: Path | None = None) -> list[dict[str, Any]]
     Raises :class:`UsageError` when it knows nothing of it, or when the drafter does not fit it.
     """
     try:
-        return describe_estimates(estimate_recipe(recipe, shape_of(recipe.target.model, config)))
+        return describe_estimates(estimate_recipe(recipe, shape_of_target(recipe.target, config)))
     except PayloadError as error:
         raise UsageError(error.message, error.hint) from None
 
@@ -40,10 +40,15 @@ def show_estimates(console: Console, recipe: Recipe, estimates: list[dict[str, A
     for one in estimates:
         ranks = ", ".join(map(str, one["ranks"]))
         rows = [(name, _gib(size)) for name, size in one["terms"].items() if size]
-        rows.append(("allocated at the peak of a step", _gib(one["allocated_bytes"])))
+        rows.append((f"allocated at the peak, {one['phase']}", _gib(one["allocated_bytes"])))
         rows.append(("with fragments and CUDA itself", _gib(one["needed_bytes"])))
         fits = ", ".join(f"{size} GB" for size in one["cards"]) or f"none up to {max(GPU_BYTES)} GB"
         rows.append(("GPUs that hold it", fits))
+        rows += [
+            (f"for comparison: {phase}", _gib(size))
+            for phase, size in one["phases"].items()
+            if phase != one["phase"]
+        ]
         console.table((f"{recipe.name}: {one['role']} (rank {ranks})", "GiB"), rows)
 
 

@@ -38,12 +38,12 @@ class RowCache:
 
         ``window`` is how many tokens a token reaches back, its own counted; ``None`` is without limit.
         """
-        distance = self.positions(count)[:, :, None] - torch.arange(
-            self.bound + count, device=self._lengths.device
-        )
-        seen = distance >= 0
+        own = self.positions(count)[:, :, None]
+        slot = torch.arange(self.bound + count, device=self._lengths.device)
+        # Differences of positions would take eight times the mask's memory, which long prompts notice.
+        seen = slot <= own
         if window is not None:
-            seen &= distance < window
+            seen &= slot > own - window
         return seen[:, None]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

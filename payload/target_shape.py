@@ -1,4 +1,4 @@
-"""The sizes of a target, from its config.json or from what is known of published models; no torch, no transformers."""
+"""The sizes of a target, from its config.json or GGUF file, or from what is published; no torch, no transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import PayloadError
+from payload.gguf_shape import gguf_config
+from payload.recipe import TargetSpec
+from payload.recipe_yaml import shown
 
+_GREATEST = 1 << 30
+"""Of any one size: far more than any model has."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,27 +35,34 @@ class TargetShape:
     max_position_embeddings: int = 40_960
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], where: str) -> TargetShape:
-        """From the contents of a config.json. Raises PayloadError naming ``where`` when it lacks a size."""
-        try:
-            heads = int(config["num_attention_heads"])
-            return cls(
-                hidden_size=int(config["hidden_size"]),
-                intermediate_size=int(config["intermediate_size"]),
-                num_hidden_layers=int(config["num_hidden_layers"]),
-                num_attention_heads=heads,
-                num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-                vocab_size=int(config["vocab_size"]),
-                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise PayloadError(
-                f"{where} does not give the target's sizes: {error}",
-                "It must be the config.json of a Qwen3, Qwen2 or Llama model.",
-                kind="usage",
-            ) from error
+    def of_config(cls, config: Any, where: str) -> TargetShape:
+        """From the contents of a config.json. Raises PayloadError (kind ``usage``) naming ``where`` and the size that
+        is missing or cannot be one."""
+        if not isinstance(config, Mapping):
+            raise _unfit(where, "it holds no JSON object")
+
+        def size(key: str, default: int | None = None) -> int:
+            value = config.get(key)
+            if value is None and default is not None:
+                return default
+            if type(value) is not int or not 0 < value <= _GREATEST:
+                said = "is missing" if value is None else f"is {shown(value)}"
+                raise _unfit(where, f"{key} {said}, and must be a whole number from 1 to {_GREATEST:,}")
+            return value
+
+        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        kind = config.get("dtype") or config.get("torch_dtype")
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=size("intermediate_size"),
+            num_hidden_layers=size("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", max(1, hidden // heads)),
+            vocab_size=size("vocab_size"),
+            tie_word_embeddings=config.get("tie_word_embeddings") is True,
+            dtype=kind if isinstance(kind, str) else "float32",
+        )
 
     @property
     def layer_parameters(self) -> int:
@@ -67,6 +79,10 @@ class TargetShape:
     def itemsize(self, dtype: str) -> int:
         """Bytes of a number in ``dtype`` of a recipe; ``auto`` is the config's own."""
         return _BYTES.get(self.dtype if dtype == "auto" else dtype, 4)
+
+
+def _smollm2(hidden: int, layers: int, heads: int, keys: int, intermediate: int) -> TargetShape:
+    return TargetShape(hidden, intermediate, layers, heads, keys, 64, 49_152, True, "bfloat16", 1e-5, 8192)
 
 
 def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool = False) -> TargetShape:
@@ -86,27 +102,60 @@ PUBLISHED: Mapping[str, TargetShape] = {
     "meta-llama/Llama-3.1-8B-Instruct": TargetShape(
         4096, 14_336, 32, 32, 8, 128, 128_256, False, "bfloat16", 1e-5, 131_072
     ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _smollm2(576, 30, 9, 3, 1536),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": _smollm2(960, 32, 15, 5, 2560),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": _smollm2(2048, 24, 32, 32, 8192),
 }
 
 
-def shape_of(model: str, config: Path | None = None) -> TargetShape:
-    """The sizes of ``model`` of a recipe: from ``config`` (a config.json, or the folder that holds one), from the
-    folder that ``model`` names, or from what is published.
+def shape_of(model: str, config: Path | None = None, gguf_file: str | None = None) -> TargetShape:
+    """The sizes of ``model`` of a recipe: from ``config`` (a config.json, a GGUF file, or the folder that holds one),
+    from the folder that ``model`` names, or from what is published. ``gguf_file`` is the model's file in its folder.
 
     Raises PayloadError (kind ``usage``) when none of them knows.
     """
     path = config if config is not None else Path(model).expanduser()
     if path.is_dir():
-        path = path / "config.json"
+        gguf = path / gguf_file if gguf_file is not None else None
+        path = gguf if gguf is not None and gguf.is_file() else path / "config.json"
     if path.is_file():
-        try:
-            return TargetShape.of_config(json.loads(path.read_text(encoding="utf-8")), str(path))
-        except ValueError as error:
-            raise PayloadError(f"{path} cannot be read: {error}", kind="usage") from error
-    if config is None and model in PUBLISHED:
-        return PUBLISHED[model]
+        content = gguf_config(path) if path.suffix == ".gguf" else _read_json(path)
+        return TargetShape.of_config(content, str(path))
+    published = PUBLISHED.get(model) or _published_gguf(gguf_file)
+    if config is None and published is not None:
+        return published
     raise PayloadError(
         f"the sizes of the target {model} are not known here" if config is None else f"there is no {path}",
-        "Name its config.json: --config <file or folder>; or ask the container that has it: HOST= CT=.",
+        "Name its config.json or GGUF file: --config <file or folder>; or ask the container that has it: HOST= CT=.",
+        kind="usage",
+    )
+
+
+def shape_of_target(spec: TargetSpec, config: Path | None = None) -> TargetShape:
+    """`shape_of` the target of a recipe."""
+    return shape_of(spec.model, config, spec.gguf_file)
+
+
+def _published_gguf(gguf_file: str | None) -> TargetShape | None:
+    """The published model whose name, without its owner, a GGUF file has before the name of its quantization."""
+    by_name = {name.rpartition("/")[2].lower(): shape for name, shape in PUBLISHED.items()}
+    stem = Path(gguf_file or "").name.lower().removesuffix(".gguf")
+    return by_name.get(stem) or by_name.get(stem.rpartition(".")[0]) or by_name.get(stem.rpartition("-")[0])
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PayloadError(f"{path} cannot be read: {error.strerror}", kind="usage") from error
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise PayloadError(f"{path} cannot be read: {why}", kind="usage") from error
+
+
+def _unfit(where: str, why: str) -> PayloadError:
+    return PayloadError(
+        f"{where} does not give the target's sizes: {why}",
+        "It must be of a Qwen3, Qwen2 or Llama model.",
         kind="usage",
     )

@@ -33,6 +33,13 @@ def test_each_role_of_a_recipe_is_shown_with_its_terms_and_the_cards_that_hold_i
     assert done.stdout.count("GPUs that hold it") == 2
 
 
+def test_the_phase_with_the_peak_is_named_and_the_others_are_beside_it() -> None:
+    done = run("--recipe", "smollm2")
+    assert done.returncode == 0, done.stderr
+    for said in ("the peak, answering prompts", "for comparison: a training step", "prompts of 256 tokens"):
+        assert said in done.stdout
+
+
 def test_overrides_change_the_estimate_and_json_is_one_value() -> None:
     options = ("--set", "topology.targets=[0]", "--set", "topology.drafters=[0]", "--json")
     found = json.loads(run("--recipe", "qwen3-8b", *options).stdout)
@@ -43,7 +50,7 @@ def test_overrides_change_the_estimate_and_json_is_one_value() -> None:
 
 def test_without_a_recipe_or_a_known_target_it_says_what_to_give() -> None:
     assert run().returncode == 2
-    done = run("--recipe", "smollm2")
+    done = run("--recipe", "smollm2", "--set", "target.gguf_file=another.gguf")
     assert done.returncode == 2
     assert "--config" in done.stderr
 
@@ -58,7 +65,7 @@ def test_a_config_file_of_the_desk_will_do(tmp_path: Path) -> None:
     assert both["role"] == "both"
     assert both["cards"] == [24, 48, 80, 141]
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 576}))
-    with pytest.raises(UsageError, match="num_attention_heads"):
+    with pytest.raises(UsageError, match="num_attention_heads is missing"):
         estimate(load_recipe("smollm2"), tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
