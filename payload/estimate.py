@@ -150,10 +150,10 @@ def _shape_in_container(recipe: Recipe) -> TargetShape:
 
 
 def _prompts_in_container(recipe: Recipe, events: Events) -> PromptTokens:
-    """The longest prompts of the recipe's data; unknown when they, or the tokenizer, are not there."""
-    if not recipe.data.eval and not recipe.data.regenerate:
+    """The longest prompts of the recipe's data; unknown when they, or the target's folder, are not there."""
+    if not (recipe.data.eval or recipe.data.regenerate) or not place(recipe.target.model).is_dir():
         return NOT_KNOWN
-    from payload.data.longest import longest_prompts
+    from payload.trainer.longest import longest_prompts
 
     try:
         return longest_prompts(recipe)

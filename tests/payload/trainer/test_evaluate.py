@@ -19,11 +19,13 @@ from tests.payload.trainer.jobs import run, tiny_recipe
 from tests.payload.trainer.test_parts import CONFIG, snapshot
 
 
-def ask(root: Path, **fields: Any) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
-    """The exit status, the final line and the events before it of one request to ``payload.evaluate``."""
+def ask(
+    root: Path, module: str = "payload.evaluate", **fields: Any
+) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """The exit status, the final line and the events before it of one request to a module."""
     request = {"protocol": 1, "nonce": "n1", "root": str(root), **fields}
     ended = subprocess.run(
-        [sys.executable, "-m", "payload.evaluate"],
+        [sys.executable, "-m", module],
         input=json.dumps(request) + "\n",
         capture_output=True,
         text=True,
