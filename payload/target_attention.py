@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
 
 from payload.compile.never_dense import compiled_flex_attention
 from payload.drafter.tiles import TILE, Tiles, document_starts, ordered
@@ -110,11 +111,24 @@ def document_attention(
     if isinstance(attention_mask, BlockMask):
         # The layers of all supported families scale by D ** -0.5, as flex_attention does.
         return compiled_flex_attention(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+    if query.shape[2] == 1 and attention_mask is not None and query.shape[1] != key.shape[1]:
+        return _one_token(query, key, value, attention_mask), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return cast(
         "tuple[Tensor, None]", sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     )
+
+
+def _one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """The same for one query token: the heads that share keys stand in a row as queries, so that no key is copied.
+
+    With a mask, scaled_dot_product_attention would need each key once for every head, many times what it reads.
+    """
+    group = query.shape[1] // key.shape[1]
+    shared = query[:, :, 0].unflatten(1, (key.shape[1], group))
+    out = scaled_dot_product_attention(shared, key, value, attn_mask=mask)
+    return out.flatten(1, 2)[:, None]
 
 
 def register() -> None:

@@ -28,7 +28,21 @@ MIN_HEAD_DIM = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCORE_BYTES = 4  # dense scores are computed in fp32
 
-_compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+def _with_gradient(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, grouped: bool) -> Any:
+    return flex_attention(query, key, value, block_mask=block_mask, enable_gqa=grouped)
+
+
+def _without_gradient(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, grouped: bool) -> Any:
+    return flex_attention(query, key, value, block_mask=block_mask, enable_gqa=grouped)
+
+
+# torch keeps compiled code by function, and code compiled for one gradient mode is not used in the other. A rank with
+# both roles calls in both modes: of one function, the second would be a recompilation.
+_compiled = {
+    wants_gradient: torch.compile(function, dynamic=False, fullgraph=True)
+    for wants_gradient, function in ((True, _with_gradient), (False, _without_gradient))
+}
 
 
 class DenseAttentionError(PayloadError):
@@ -61,7 +75,7 @@ def compiled_flex_attention(query: Tensor, key: Tensor, value: Tensor, block_mas
     _refuse_shapes(query, key, value)
     refuse_settings(query, key)
     try:
-        return _tensor(_compiled(query, key, value, block_mask=block_mask, enable_gqa=grouped))
+        return _tensor(_compiled[torch.is_grad_enabled()](query, key, value, block_mask, grouped))
     except FailOnRecompileLimitHit:
         raise DenseAttentionError(
             query, key, *_recompile_limit(torch._dynamo.config.recompile_limit)

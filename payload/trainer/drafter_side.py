@@ -84,6 +84,8 @@ class DrafterSide:
         self._watch = FirstStepWatch(self._run.ranks.device.type)
         with guard.first_step():
             norm = self._step(step)
+            if self._target_side is not None:
+                self._target_side.compile()
         report = self._watch.report()
         guard.seal(self._run.recipe.train.on_recompile)
         if self._report is not None:

@@ -40,6 +40,7 @@ class TargetSide:
         self.outbox = Outbox(run.ranks.rank, run.groups.links, run.ranks.device, run.recipe.train.prefetch)
         self.features_time = Stopwatch(run.ranks.device)
         self.data_wait_s = 0.0
+        self._has_compiled = False
 
     def produce(self, micro_batch: int) -> Supply:
         """The supply of one micro-batch, on this rank's device."""
@@ -51,7 +52,15 @@ class TargetSide:
         if cached is not None:
             return Supply(batch, *cached)
         with self.features_time.measured():
-            return self._program.produce(batch)
+            supply = self._program.produce(batch)
+        self._has_compiled = True
+        return supply
+
+    def compile(self) -> None:
+        """Have the features' functions compiled if they are not yet: this rank's share may begin with a later step."""
+        if self._cache is None and not self._has_compiled:
+            self._program.produce(self._rows.batch(0).to(self._run.ranks.device))
+            self._has_compiled = True
 
     def _read_features(
         self, cache: FeatureCache, numbers: list[int]

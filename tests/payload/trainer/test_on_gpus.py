@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,13 @@ class Workbench:
 
     root: Path
     jobs: dict[str, JobResult] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def train(self, targets: list[int], drafters: list[int], **options: Any) -> JobResult:
         """The job of this topology; options are the recipe's, as ``train__steps`` or ``compile``."""
         name = f"{targets}-{drafters}-{sorted(options.items())}"
         if name not in self.jobs:
-            self.jobs[name] = self._run(f"job-{len(self.jobs)}", targets, drafters, options)
+            self.jobs[name] = self._run(f"job-{next(self.numbers)}", targets, drafters, options)
         return self.jobs[name]
 
     def _run(self, name: str, targets: list[int], drafters: list[int], options: dict[str, Any]) -> JobResult:
