@@ -92,6 +92,7 @@ class FirstStepReport:
             "hits": self.counts.hits,
             "misses": self.counts.misses,
             "bypassed": self.counts.bypassed,
+            "retraced": self.counts.retraced,
             "recompiles": self.counts.recompiles,
             "attention": self.attention,
         }

@@ -42,6 +42,7 @@ class WorkReport:
     hits: int
     misses: int
     bypassed: int
+    retraced: int
     recompiles: int
     attention: str
 
@@ -59,9 +60,11 @@ def run(request: WorkRequest) -> WorkReport:
     from payload.compile.fingerprint import cpu_threads
     from payload.compile.first_step import attention_name
     from payload.compile.guard import install
+    from payload.compile.imports import import_compiler
     from payload.recipe import recipe_from_dict
     from payload.trainer.program import build_step
 
+    import_compiler()
     install()
     if request.device == "cpu":
         torch.set_num_threads(cpu_threads(request.recipe))
@@ -89,6 +92,7 @@ def run(request: WorkRequest) -> WorkReport:
         hits=counts.hits,
         misses=counts.misses,
         bypassed=counts.bypassed,
+        retraced=counts.retraced,
         recompiles=counts.recompiles,
         attention=attention_name(request.device),
     )

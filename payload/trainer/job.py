@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from payload.compile.fingerprint import cpu_threads
 from payload.compile.first_step import require_warm
+from payload.compile.imports import import_compiler
 from payload.compile.policy import decide
 from payload.data.feature_cache import FeatureCache
 from payload.data.prepared import PackedRows
@@ -65,6 +66,8 @@ def run_job(spec_path: Path, cold_ok: bool = False) -> int:
     try:
         roles = roles_of(recipe, ranks.world_size)
         require_warm(spec, ranks.device.type, cold_ok)
+        if decide(recipe.compile, ranks.device.type).compiled:
+            import_compiler()
         _use_cores(ranks, spec["recipe"])
         groups = Groups(
             drafters=subgroup(roles.drafters),

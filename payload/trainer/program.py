@@ -117,7 +117,7 @@ class DrafterProgram:
         features = torch.where(finite, supply.features, 0)
         teacher = None if supply.teacher is None else torch.where(finite, supply.teacher, 0)
         self._synchronize(last)
-        with _keep_less():
+        with _keep_less(), _trace_once():
             output = drafter_loss(
                 self._module,
                 self.head,
@@ -161,6 +161,17 @@ def _keep_less() -> AbstractContextManager[None]:
     from torch._functorch import config
 
     return config.patch(ban_recompute_materialized_backward=False)
+
+
+def _trace_once() -> AbstractContextManager[None]:
+    """Where a forward pass compiles: what was traced for it and its backward pass comes from the compile cache too.
+
+    By default torch holds a graph with autograd functions of our own back from that cache, and traces it in every
+    process anew. Their code is in the cache's fingerprint.
+    """
+    from torch._functorch import config
+
+    return config.patch(autograd_cache_allow_custom_autograd_functions=True)
 
 
 def _sums(output: LossOutput, finite: torch.Tensor) -> torch.Tensor:

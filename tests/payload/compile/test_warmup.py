@@ -82,7 +82,7 @@ def test_a_warm_up_that_is_refused_leaves_no_cache_behind(root, monkeypatch, fai
 @pytest.mark.slow
 def test_what_goes_wrong_in_the_compiling_process_is_told_in_its_words(tmp_path):
     recipe = load_recipe("tiny-cpu", {"target.model": "/no/such/model"}).to_dict()
-    with pytest.raises(PayloadError, match=r"the drafter's step: .*/no/such/model"):
+    with pytest.raises(PayloadError, match=r"the step of role drafter: .*/no/such/model"):
         run_worker(WorkRequest(recipe, "drafter", "cpu"), {"PYTHONPATH": str(REPO)}, tmp_path)
 
 
@@ -139,6 +139,22 @@ def test_a_cache_is_warmed_proved_reused_mended_and_carried_to_another_container
     carried = warm(elsewhere, artifact=mended["artifact"]["path"])
     assert (carried["source"], carried["misses"]) == ("artifact", 0)
     assert verify(cache_dir(str(elsewhere), carried["fingerprint"])) == []
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_warm_step_is_not_traced_for_its_gradients_again_here_or_where_the_artifact_is_carried(tmp_path):
+    recipe, artifact = load_recipe("tiny-cpu", SMALL).to_dict(), str(tmp_path / "artifact")
+
+    def run(cache, **files):
+        request = WorkRequest(recipe, role="drafter", device="cpu", **files)
+        return run_worker(request, cache_dir(str(tmp_path / cache), "f").environment(), tmp_path)
+
+    cold, warm = run("here", save=artifact), run("here")
+    carried = run("elsewhere", load=artifact)
+    assert (cold.misses, cold.retraced) == (cold.graphs, 1)
+    assert (warm.hits, warm.retraced) == (carried.hits, carried.retraced) == (cold.graphs, 0)
 
 
 @needs_compiler
