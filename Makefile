@@ -103,8 +103,8 @@ bench-first-step: $(VENV)/.dev ## The first training step cold, warmed and from 
 	@$(VENV)/bin/python -m benchmarks.first_step $(if $(call on,JSON),--json)
 bench-colocated: $(VENV)/.dev ## Target and drafter on one device, each alone and together (JSON=1)
 	@$(VENV)/bin/python -m benchmarks.colocated $(if $(call on,JSON),--json)
-bench-topology: $(VENV)/.dev ## A whole job with its roles on these ranks (TARGETS="0" DRAFTERS="1", SHAPE=, DOCUMENT=<tokens>, JSON=1)
-	@$(VENV)/bin/python -m benchmarks.topology $(if $(call given,TARGETS),--targets $(call arguments,TARGETS)) $(if $(call given,DRAFTERS),--drafters $(call arguments,DRAFTERS)) $(call option,--shape,SHAPE) $(call option,--document,DOCUMENT) $(if $(call on,JSON),--json)
+bench-topology: $(VENV)/.dev ## A whole job with its roles on these ranks (TARGETS="0" DRAFTERS="1", SHAPE=, DOCUMENT=<tokens>, CACHE=<folder>, JSON=1)
+	@$(VENV)/bin/python -m benchmarks.topology $(if $(call given,TARGETS),--targets $(call arguments,TARGETS)) $(if $(call given,DRAFTERS),--drafters $(call arguments,DRAFTERS)) $(call option,--shape,SHAPE) $(call option,--document,DOCUMENT) $(call option,--cache,CACHE) $(if $(call on,JSON),--json)
 bench-link: $(VENV)/.dev ## Features and gradients between two ranks, and what a wait costs beside matrix products (JSON=1)
 	@$(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.link $(if $(call on,JSON),--json)
 

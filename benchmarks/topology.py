@@ -1,6 +1,6 @@
 """A whole job in one topology: samples a second, and what each rank's GPU did with its time.
 
-    python -m benchmarks.topology --targets 0 --drafters 1 [--shape qwen3-8b|tiny] [--document TOKENS] [--json]
+    python -m benchmarks.topology --targets 0 --drafters 1 [--shape qwen3-8b|tiny] [--document TOKENS] [--cache FOLDER] [--json]
 
 Runs the trainer under torchrun, one process a rank, on random weights of the target's real shapes and rows of random
 tokens, for ``--steps`` steps without evaluation. Figures are of the steps after the first two logged intervals. A
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.made_up import JobResult, Shape, run_job, write_rows, write_target
+from payload.compile.cache import CacheDir
 from payload.recipe import Recipe, recipe_from_dict
 from payload.trainer.program import drafter_config_for, supply_shape
 from payload.trainer.summary import FILE as RANKS_FILE
@@ -178,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--document", type=int, help="tokens of a sample; 550, or 50 of the tiny shape")
     parser.add_argument("--shard", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--cache", type=Path, help="keep compiled code here, where a second call finds it")
     parser.add_argument("--cpu", action="store_true", help="hide the GPUs")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
@@ -185,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape: Shape = given.shape or ("qwen3-8b" if on_gpu else "tiny")
     document = given.document or _SIZES[shape]["document"]
     environment = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    if given.cache is not None:
+        environment |= CacheDir(given.cache.resolve()).environment()
     with tempfile.TemporaryDirectory(prefix="topology-", dir=os.environ.get("TMPDIR")) as folder:
         root = Path(folder)
         recipe = recipe_of(shape, root, given.targets, given.drafters, given.steps, document, given.shard)
