@@ -1,6 +1,7 @@
 """A whole job in one topology: samples a second, and what each rank's GPU did with its time.
 
-    python -m benchmarks.topology --targets 0 --drafters 1 [--shape qwen3-8b|tiny] [--document TOKENS] [--cache FOLDER] [--json]
+    python -m benchmarks.topology --targets 0 --drafters 1 [--shape qwen3-8b|tiny] [--document TOKENS]
+        [--cache FOLDER] [--json]
 
 Runs the trainer under torchrun, one process a rank, on random weights of the target's real shapes and rows of random
 tokens, for ``--steps`` steps without evaluation. Figures are of the steps after the first two logged intervals. A
