@@ -49,6 +49,14 @@ class Snapshot:
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
 
+    def copied(self) -> Snapshot:
+        """The same in memory of the host that nothing else writes to."""
+        weights, optimizer = (
+            {name: tensor.detach().to("cpu", copy=True) for name, tensor in part.items()}
+            for part in (self.weights, self.optimizer)
+        )
+        return Snapshot(self.progress, weights, optimizer)
+
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     """The folder of a step's checkpoint."""
@@ -58,7 +66,23 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
 def write_checkpoint(
     checkpoints: Path, snapshot: Snapshot, config: DrafterConfig, card: str | None = None
 ) -> Path:
-    """Write a snapshot and the drafter's export as one sealed folder; an older one of the same step is replaced."""
+    """Write a snapshot and the drafter's export as one sealed folder; an older one of the same step is replaced.
+
+    What writes that were killed have left in ``checkpoints`` is removed first. Raises ``PayloadError`` when the files
+    cannot be written.
+    """
+    try:
+        return _write(checkpoints, snapshot, config, card)
+    except (OSError, SafetensorError) as error:
+        raise PayloadError(
+            f"The checkpoint of step {snapshot.progress.step} cannot be written to {checkpoints}: {error}",
+            "Make room there (the checkpoints before it are whole), then resume the run.",
+        ) from error
+
+
+def _write(checkpoints: Path, snapshot: Snapshot, config: DrafterConfig, card: str | None) -> Path:
+    for left in checkpoints.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
     final = checkpoint_folder(checkpoints, snapshot.progress.step)
     tensors = {f"weights.{name}": _stored(tensor) for name, tensor in snapshot.weights.items()}
     tensors |= {f"optimizer.{name}": _stored(tensor) for name, tensor in snapshot.optimizer.items()}
@@ -208,4 +232,4 @@ def _accepted(folder: Path) -> float | None:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return tensor.detach().cpu().contiguous()

@@ -12,6 +12,7 @@ from payload.compile.first_step import FirstStepWatch
 from payload.compile.guard import install
 from payload.drafter.card import model_card
 from payload.trainer.checkpoint import Progress, Snapshot, drop_old_checkpoints, write_checkpoint
+from payload.trainer.checkpoint_writer import CheckpointWriter
 from payload.trainer.evaluation import evaluate_everywhere
 from payload.trainer.metrics import Totals
 from payload.trainer.program import DrafterProgram
@@ -43,10 +44,21 @@ class DrafterSide:
         self._since_steps = 0
         self._since_time = time.monotonic()
         self._watch: FirstStepWatch | None = None
+        self._writer = CheckpointWriter()
         self.progress = progress
 
     def run(self) -> Progress:
         """All steps from the first to the last; returns where the run stands."""
+        try:
+            self._all_steps()
+        except BaseException:
+            # A checkpoint that is almost there should not be lost with what came after it.
+            self._writer.settle()
+            raise
+        self._writer.finish()
+        return self.progress
+
+    def _all_steps(self) -> None:
         run, train = self._run, self._run.recipe.train
         if run.evaluates and run.first_step == 1:
             self._evaluate(0)
@@ -71,7 +83,6 @@ class DrafterSide:
             step += 1
         if self._target_side is not None:
             self._target_side.outbox.flush()
-        return self.progress
 
     def _may_begin(self, step: int) -> bool:
         if self._report is not None:
@@ -175,7 +186,12 @@ class DrafterSide:
             },
         )
         checkpoints = run.run_dir / "checkpoints"
-        folder = write_checkpoint(checkpoints, Snapshot(self.progress, weights, optimizer), run.config, card)
-        drop_old_checkpoints(checkpoints, run.recipe.train.keep_last)
-        say(f"checkpoint: {folder.relative_to(run.run_dir)}")
+        snapshot = Snapshot(self.progress, weights, optimizer).copied()
+
+        def write() -> None:
+            folder = write_checkpoint(checkpoints, snapshot, run.config, card)
+            drop_old_checkpoints(checkpoints, run.recipe.train.keep_last)
+            say(f"checkpoint: {folder.relative_to(run.run_dir)}")
+
+        self._writer.begin(write)
         self._since_time = time.monotonic()

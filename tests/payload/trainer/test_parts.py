@@ -324,6 +324,27 @@ def test_what_an_interrupted_write_left_is_no_checkpoint(tmp_path: Path) -> None
     warnings: list[str] = []
     assert newest_checkpoint(tmp_path, warnings.append) == tmp_path / "step-000001"
     assert len(warnings) == 1
+    write_checkpoint(tmp_path, snapshot(4), CONFIG)
+    assert not (tmp_path / ".step-000002.abcd").exists(), (
+        "the next write takes away what one that was killed has left"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_in_words_and_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, snapshot(1), CONFIG)
+
+    def onto_a_full_device(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        path.symlink_to("/dev/full")
+        with path.open("wb", buffering=0) as file:
+            file.write(b"weights")
+
+    monkeypatch.setattr("payload.trainer.checkpoint.save_file", onto_a_full_device)
+    with pytest.raises(PayloadError, match=r"step 2 cannot be written .*No space left on device"):
+        write_checkpoint(tmp_path, snapshot(2), CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 def test_the_demo_fails_unless_loss_fell_and_acceptance_rose() -> None:
