@@ -19,3 +19,7 @@ class PayloadError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class ToldToStopError(PayloadError):
+    """The work ends because it was asked to; nothing failed."""

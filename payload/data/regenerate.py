@@ -22,7 +22,7 @@ from payload.data.answers import answered_keys, appending
 from payload.data.generation import GenerationSettings, generate_answers
 from payload.data.rows import Row
 from payload.data.tokens import RowSkippedError, end_token_ids, render_prompt
-from payload.errors import PayloadError
+from payload.errors import PayloadError, ToldToStopError
 from payload.target import Target
 
 
@@ -228,7 +228,7 @@ def _answer(
             break
         answers = generate_answers(target, [prompt for _, prompt in asked], ends, settings, should_stop)
         if should_stop():
-            raise PayloadError("Told to stop while answers were being generated; those so far are kept.")
+            raise ToldToStopError("Told to stop while answers were being generated; those so far are kept.")
         for (conversation, prompt), answer in zip(asked, answers, strict=True):
             conversation.spans.append((prompt, answer))
             text = tokenizer.decode(answer, skip_special_tokens=True)

@@ -21,7 +21,7 @@ from payload.data.rows import Row
 from payload.data.sealed import open_sealed, sealed_folder
 from payload.data.tokens import Example, encode_row
 from payload.demo import corpus, tokenizer
-from payload.errors import PayloadError
+from payload.errors import PayloadError, ToldToStopError
 
 STEPS = 240
 BATCH = 32
@@ -107,7 +107,7 @@ def train_demo_target(folder: Path, report: Report, should_stop: Callable[[], bo
     started = time.monotonic()
     for step in range(steps):
         if should_stop():
-            raise PayloadError("Told to stop while the target was being trained.", kind="failed")
+            raise ToldToStopError("Told to stop while the target was being trained.")
         loss = _loss(model, examples[step * BATCH : (step + 1) * BATCH])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -20,11 +20,20 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait until everything is written. Raises what writing raised."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        finally:
+            self._writing = None
+
+    def check(self) -> None:
+        """Raise what writing raised, if it has ended; waits for nothing."""
+        if self._writing is not None and self._writing.done():
+            self.finish()
 
     def settle(self) -> None:
-        """Wait as `finish` does and raise nothing, for when there is something worse to tell."""
-        if self._writing is not None:
-            wait([self._writing])
+        """Wait as `finish` does and raise nothing, for when there is something worse to tell. From any thread."""
+        writing = self._writing
+        if writing is not None:
+            wait([writing])

@@ -100,18 +100,23 @@ class EarlyEnd:
             time.sleep(0.05)
         return status
 
-    def watch(self) -> None:
-        """From now on, end this process when another rank left early and this one does not leave by itself."""
-        threading.Thread(target=self._look, name="early-end", daemon=True).start()
+    def watch(self, let_finish: Callable[[], None] = lambda: None) -> None:
+        """From now on, end this process when another rank left early and this one does not leave by itself.
+
+        ``let_finish`` is called right before: it waits for what should not be cut off.
+        """
+        look = threading.Thread(target=self._look, args=(let_finish,), name="early-end", daemon=True)
+        look.start()
 
     def unwatch(self) -> None:
         """This rank is about to leave."""
         self._over.set()
 
-    def _look(self) -> None:
+    def _look(self, let_finish: Callable[[], None]) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
             status = self.status()
             if status is not None:
                 if not self._over.wait(_GRACE_S):
+                    let_finish()
                     os._exit(status)
                 return

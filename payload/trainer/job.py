@@ -19,7 +19,7 @@ from payload.data.feature_cache import FeatureCache
 from payload.data.prepared import PackedRows
 from payload.data.tokens import load_tokenizer
 from payload.drafter.model import DFlashDrafter
-from payload.errors import PayloadError
+from payload.errors import PayloadError, ToldToStopError
 from payload.recipe import Recipe, recipe_from_dict
 from payload.target import Target
 from payload.trainer.answering import answer_prompts
@@ -32,6 +32,7 @@ from payload.trainer.checkpoint import (
     read_progress,
     train_on,
 )
+from payload.trainer.checkpoint_writer import CheckpointWriter
 from payload.trainer.drafter_side import DrafterSide
 from payload.trainer.failure import EXIT_FAILED, EXIT_STOPPED, EarlyEnd, Failure, tell
 from payload.trainer.heldout import HeldOut, held_out_prompts
@@ -60,9 +61,10 @@ def run_job(spec_path: Path, cold_ok: bool = False) -> int:
     except PayloadError as error:
         tell(Failure("", error.message, error.hint))
         return EXIT_FAILED
-    stop, early_end = StopSignal(ranks.store), EarlyEnd(ranks.store)
+    stop, early_end, writer = StopSignal(ranks.store), EarlyEnd(ranks.store), CheckpointWriter()
     stop.install()
-    early_end.watch()
+    # A checkpoint that is almost there should not be lost with what came after it.
+    early_end.watch(let_finish=writer.settle)
     try:
         roles = roles_of(recipe, ranks.world_size)
         require_warm(spec, ranks.device.type, cold_ok)
@@ -76,10 +78,11 @@ def run_job(spec_path: Path, cold_ok: bool = False) -> int:
             links=Links(roles.links()),
         )
         groups.links.open(ranks.rank, ranks.device)
-        status = _train(recipe, spec, spec_path.resolve().parent, ranks, roles, groups, stop)
+        status = _train(recipe, spec, spec_path.resolve().parent, ranks, roles, groups, stop, writer)
         # All leave together and alike: the store may live in a rank, and the lead drafter knows how it ended.
         agreed: int = ranks.broadcast_object(status, roles.lead_drafter)
     except Exception as error:  # noqa: BLE001 - the one place where a rank's failure is told
+        writer.settle()
         return _leave_early(error, recipe, ranks, stop, early_end)
     early_end.unwatch()
     leave()
@@ -96,13 +99,16 @@ def _leave_early(
     early_end.unwatch()
     if ranks.world_size == 1:
         leave()
+    if isinstance(error, torch.OutOfMemoryError):
+        error = _out_of_memory(error, recipe)
     if isinstance(error, RuntimeError):
         # What a collective raises when a rank at its other end is gone; that rank, or its death, is told elsewhere.
         elsewhere = early_end.await_status(_PATIENCE_S, or_else=lambda: stop.received)
         if elsewhere is not None or stop.received:
             return EXIT_FAILED if elsewhere is None else elsewhere
-    status = EXIT_STOPPED if stop.received and isinstance(error, PayloadError) else EXIT_FAILED
-    if status == EXIT_STOPPED:
+    status = EXIT_FAILED
+    if isinstance(error, ToldToStopError):
+        status = EXIT_STOPPED
         say(str(error))
     elif isinstance(error, PayloadError):
         tell(Failure(_who(recipe, ranks), error.message, error.hint))
@@ -118,6 +124,14 @@ def _leave_early(
         )
     early_end.give(status)
     return status
+
+
+def _out_of_memory(error: torch.OutOfMemoryError, recipe: Recipe) -> PayloadError:
+    return PayloadError(
+        f"This GPU's memory is not enough: {next(iter(str(error).splitlines()), '')}",
+        f"make estimate RECIPE={recipe.name} says what each role needs. Lower train.batch_size or train.num_anchors "
+        "(train.accumulation makes up for it), or spread the drafter with train.shard=fsdp2.",
+    )
 
 
 def _who(recipe: Recipe, ranks: Ranks) -> str:
@@ -136,6 +150,7 @@ def _train(
     roles: Roles,
     groups: Groups,
     stop: StopSignal,
+    writer: CheckpointWriter,
 ) -> int:
     is_target = ranks.rank in roles.targets
     is_drafter = ranks.rank in roles.drafters
@@ -191,7 +206,7 @@ def _train(
     else:
         snapshot = read_checkpoint(resumed) if resumed is not None else None
         program = _drafter_program(run, head, embedding, snapshot)
-        status = _run_drafter(run, program, side, progress)
+        status = _run_drafter(run, program, side, progress, writer)
     write_summaries(run, side)
     return status
 
@@ -215,7 +230,9 @@ def _drafter_program(
 ) -> DrafterProgram:
     recipe = run.recipe
     torch.manual_seed(recipe.train.seed)
-    drafter = DFlashDrafter(run.config)
+    # On the device itself: a billion random numbers take a core of the host a quarter of a minute.
+    with run.ranks.device:
+        drafter = DFlashDrafter(run.config)
     lead = run.ranks.rank == run.roles.lead_drafter
     name = recipe.train.from_pretrained
     if snapshot is not None:
@@ -240,14 +257,16 @@ def _drafter_program(
     return program
 
 
-def _run_drafter(run: Run, program: DrafterProgram, side: TargetSide | None, progress: Progress) -> int:
+def _run_drafter(
+    run: Run, program: DrafterProgram, side: TargetSide | None, progress: Progress, writer: CheckpointWriter
+) -> int:
     if run.ranks.rank != run.roles.lead_drafter:
-        DrafterSide(run, program, side, progress, None).run()
+        DrafterSide(run, program, side, progress, writer, None).run()
         return 0 if run.pace.last_step == run.recipe.train.steps else EXIT_STOPPED
     with MetricsLog(run.run_dir, run.first_step) as log:
         report = RunReport(run, log)
         report.started(sum(parameter.numel() for parameter in program.drafter.parameters()))
-        return report.ended(DrafterSide(run, program, side, progress, report).run())
+        return report.ended(DrafterSide(run, program, side, progress, writer, report).run())
 
 
 def _share_weights(

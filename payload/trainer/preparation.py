@@ -21,7 +21,7 @@ from payload.data.sealed import MANIFEST, file_sha256
 from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
 from payload.drafter.config import DrafterConfig
-from payload.errors import PayloadError
+from payload.errors import ToldToStopError
 from payload.recipe import Recipe, TargetSpec
 from payload.target import Target
 from payload.trainer.answering import generation_settings
@@ -118,7 +118,7 @@ def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
     """The rows. Raises ``PayloadError`` in between once the job is told to stop: encoding all of them can take long."""
     for row in rows:
         if stop.received:
-            raise PayloadError("Told to stop while the data were being prepared.")
+            raise ToldToStopError("Told to stop while the data were being prepared.")
         yield row
 
 
@@ -148,7 +148,7 @@ def ensure_features(
     def all_rows() -> Iterator[RowFeatures]:
         for start in range(0, rows.rows, rows.batch_size):
             if stop.received:
-                raise PayloadError("Told to stop while features were being computed.")
+                raise ToldToStopError("Told to stop while features were being computed.")
             numbers = list(range(start, min(start + rows.batch_size, rows.rows)))
             supply = program.produce(rows.gather(numbers).to(target.device))
             for slot in range(len(numbers)):

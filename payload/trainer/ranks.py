@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from payload.errors import PayloadError
+from payload.errors import ToldToStopError
 
 TIMEOUT = timedelta(minutes=60)
 """Long enough for a model to be compiled and held-out prompts to be decoded while the other ranks wait."""
@@ -62,7 +62,7 @@ class Ranks:
         """
         while not self.store.check(names):
             if stop.heed():
-                raise PayloadError("Told to stop while waiting for what another rank prepares.")
+                raise ToldToStopError("Told to stop while waiting for what another rank prepares.")
             time.sleep(_LOOK_EVERY_S)
 
 

@@ -81,8 +81,9 @@ class TargetSide:
     def evaluate(self, state: dict[str, torch.Tensor], compare_plain: bool) -> Acceptance | None:
         """Held-out acceptance of a drafter's state, None when a stop cut it short; a collective of the targets."""
         target = self._program.target
-        drafter = DFlashDrafter(self._run.config).to(target.device, target.dtype).eval()
-        drafter.load_state_dict(state)
+        with torch.device("meta"):
+            drafter = DFlashDrafter(self._run.config).eval()
+        drafter.load_state_dict(state, assign=True)
         return measure(
             target,
             drafter,

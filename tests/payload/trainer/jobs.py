@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +25,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The server has torch and transformers imported already, so that a rank starts in a fraction of a second.
 context = multiprocessing.get_context("forkserver")
+Rank = Callable[[int, int, int, Path], None]
+"""What a process does, given its rank, the world size, the port and the run's folder."""
+
 context.set_forkserver_preload(["payload.trainer.job", "transformers.models.qwen3.modeling_qwen3"])
 
 
@@ -133,8 +136,8 @@ class Job:
 
 
 @contextmanager
-def started(run_dir: Path, recipe: Recipe, **spec: Any) -> Iterator[Job]:
-    """Start every rank of the recipe's topology; whatever still lives at the end is killed."""
+def started(run_dir: Path, recipe: Recipe, rank: Rank | None = None, **spec: Any) -> Iterator[Job]:
+    """Start every rank of the recipe's topology, each as ``rank``; whatever still lives at the end is killed."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "spec.json").write_text(json.dumps({"recipe": recipe.to_dict(), **spec}))
     world_size = recipe.topology.world_size
@@ -142,7 +145,8 @@ def started(run_dir: Path, recipe: Recipe, **spec: Any) -> Iterator[Job]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        context.Process(target=_rank, args=(rank, world_size, port, run_dir)) for rank in range(world_size)
+        context.Process(target=rank or rank_of_a_job, args=(number, world_size, port, run_dir))
+        for number in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -162,7 +166,7 @@ def run(run_dir: Path, recipe: Recipe, timeout_s: float = 60, **spec: Any) -> Jo
         return job
 
 
-def _rank(rank: int, world_size: int, port: int, run_dir: Path) -> None:
+def rank_of_a_job(rank: int, world_size: int, port: int, run_dir: Path) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

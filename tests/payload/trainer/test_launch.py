@@ -132,20 +132,23 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tiny_target_folder: Path
     assert "Traceback" not in said
 
 
-def _waits_for_ever(port: int) -> None:
+def _waits_for_ever(port: int, finished: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    EarlyEnd(dist.PrefixStore("control", store)).watch()
+    EarlyEnd(dist.PrefixStore("control", store)).watch(let_finish=finished.touch)
     dist.PrefixStore("control", store).get("what nobody sets")
 
 
-def test_a_rank_that_waits_where_it_cannot_look_is_ended_in_time() -> None:
+def test_a_rank_that_waits_where_it_cannot_look_is_ended_in_time_but_finishes_what_it_writes(
+    tmp_path: Path,
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    waiting = context.Process(target=_waits_for_ever, args=(store.port,))
+    waiting = context.Process(target=_waits_for_ever, args=(store.port, tmp_path / "finished"))
     waiting.start()
     time.sleep(0.5)
     EarlyEnd(dist.PrefixStore("control", store)).give(EXIT_FAILED)
     waiting.join(30)
     assert waiting.exitcode == EXIT_FAILED
+    assert (tmp_path / "finished").exists()
 
 
 def test_the_first_word_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
