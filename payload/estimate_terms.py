@@ -107,7 +107,7 @@ class Sizes:
         return [
             Term("the target's weights", self.target.parameters * self.item),
             *(self.drafter_state() if beside_drafter else []),
-            Term("the drafter's weights as exported, twice", 2 * drafter_parameters(drafter) * self.item),
+            Term("the drafter's weights as exported", drafter_parameters(drafter) * self.item),
             Term(f"keys and values of {rows} prompts of {prompt:,} tokens", self.keys_values(kept)),
             Term("features of the prompts", features),
             *max(reading, [joined], [drafting], key=_total),
@@ -137,7 +137,8 @@ class Sizes:
 
     def both(self) -> list[Term]:
         roles = self.recipe.topology
-        shared = -(-len(roles.drafters) // len(roles.targets)) * self.recipe.train.accumulation
+        rounds = min(self.recipe.train.accumulation, self.recipe.train.prefetch)
+        shared = -(-len(roles.drafters) // len(roles.targets)) * rounds
         step, layer = self.drafter_step(), self.layer_of_target(self.tokens)
         return [
             Term("the target's weights", self.target.parameters * self.item),

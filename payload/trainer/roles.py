@@ -2,7 +2,7 @@
 
 Step s (counted from 1) has ``accumulation`` micro-batches for each drafter. Micro-batches are numbered through the
 whole run; number g is produced by target g mod T and consumed by drafter g mod D. Both ends of every transfer thus
-handle their micro-batches in rising order, which is why no two ranks can wait for each other.
+handle their micro-batches in rising order. `supplies` says why no two ranks can wait for each other.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ class Roles:
 
     def consumer(self, micro_batch: int) -> int:
         return self.drafters[micro_batch % len(self.drafters)]
+
+    def last_of_round(self, micro_batch: int, ahead: int = 0) -> int:
+        """The last micro-batch of the round of one, or of the round that comes ``ahead`` rounds later.
+
+        A round has one micro-batch for each drafter; a step has ``accumulation`` rounds.
+        """
+        size = len(self.drafters)
+        return (micro_batch // size + 1 + ahead) * size - 1
 
     def links(self) -> list[tuple[int, int]]:
         """Every (producer, consumer) between which something travels in the course of a run, in one order for all."""
