@@ -33,6 +33,7 @@ class DrafterSide:
         program: DrafterProgram,
         target_side: TargetSide | None,
         progress: Progress,
+        writer: CheckpointWriter,
         report: RunReport | None,
     ) -> None:
         self._run = run
@@ -44,21 +45,12 @@ class DrafterSide:
         self._since_steps = 0
         self._since_time = time.monotonic()
         self._watch: FirstStepWatch | None = None
-        self._writer = CheckpointWriter()
+        self._writer = writer
+        self._copy: Snapshot | None = None
         self.progress = progress
 
     def run(self) -> Progress:
         """All steps from the first to the last; returns where the run stands."""
-        try:
-            self._all_steps()
-        except BaseException:
-            # A checkpoint that is almost there should not be lost with what came after it.
-            self._writer.settle()
-            raise
-        self._writer.finish()
-        return self.progress
-
-    def _all_steps(self) -> None:
         run, train = self._run, self._run.recipe.train
         if run.evaluates and run.first_step == 1:
             self._evaluate(0)
@@ -83,6 +75,8 @@ class DrafterSide:
             step += 1
         if self._target_side is not None:
             self._target_side.outbox.flush()
+        self._writer.finish()
+        return self.progress
 
     def _may_begin(self, step: int) -> bool:
         if self._report is not None:
@@ -128,6 +122,7 @@ class DrafterSide:
 
     def _sum_up(self, step: int, norm: torch.Tensor) -> None:
         """Read the sums since the last time, and report them on the lead. Waits for the device."""
+        self._writer.check()
         assert self._since is not None
         totals = Totals.of(self._since, self._run.config.block_size)
         interval = Interval(
@@ -187,7 +182,9 @@ class DrafterSide:
             },
         )
         checkpoints = run.run_dir / "checkpoints"
-        snapshot = Snapshot(self.progress, weights, optimizer).copied()
+        # The copy before may still be written from, and its memory is used again.
+        self._writer.finish()
+        snapshot = self._copy = Snapshot(self.progress, weights, optimizer).copied(self._copy)
 
         def write() -> None:
             folder = write_checkpoint(checkpoints, snapshot, run.config, card)

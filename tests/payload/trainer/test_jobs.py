@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from payload.drafter.checkpoint import load_drafter
-from tests.payload.trainer.jobs import Job, run, started, tiny_recipe
+from payload.trainer.checkpoint import newest_checkpoint
+from tests.payload.trainer.jobs import Job, rank_of_a_job, run, started, tiny_recipe
 
 
 def topology(targets: list[int], drafters: list[int]) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def test_a_run_killed_at_a_random_step_resumes_with_bit_equal_losses(
         **topology(targets, drafters),
     )
     whole = run(tmp_path / "whole", recipe)
-    killed_after = random.randrange(4, 20)
+    killed_after = random.randrange(7, 20)
     with started(tmp_path / "killed", recipe) as job:
         job.wait_for_step(killed_after)
         job.kill(signal.SIGKILL)
@@ -158,6 +161,51 @@ def test_a_run_killed_at_a_random_step_resumes_with_bit_equal_losses(
     assert resumed.lines("train")[-1]["tokens_seen"] == whole.lines("train")[-1]["tokens_seen"]
     before, after = final_weights(whole), final_weights(resumed)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_stop_whose_last_checkpoint_cannot_be_written_is_a_failure(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    tmp_path.joinpath("checkpoints").write_text("a file where the folder should be")
+    with started(tmp_path, tiny_recipe(tiny_target_folder, train__steps=4000, **topology([0], [1]))) as job:
+        job.wait_for_step(3)
+        job.kill(signal.SIGTERM)
+        assert job.wait() == [1, 1], job.output()
+    assert "error: rank 1 of 2 (drafter): The checkpoint of step" in job.output()
+    assert "Traceback" not in job.output()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.slow
+def test_a_checkpoint_that_is_being_written_is_not_lost_when_another_rank_fails(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    """Longer than a rank may take to leave once another has failed."""
+    recipe = tiny_recipe(
+        tiny_target_folder, train__steps=4000, train__checkpoint_every=2, **topology([0], [1])
+    )
+    with started(tmp_path, recipe, rank=_slow_disk) as job:
+        job.wait_for_step(4)
+        os.kill(job.processes[0].pid or 0, signal.SIGKILL)
+        job.processes[1].join(60)
+        assert job.processes[1].exitcode == 1, job.output()
+    whole = newest_checkpoint(tmp_path / "checkpoints", pytest.fail)
+    assert whole is not None
+    assert not list((tmp_path / "checkpoints").glob(".step-*"))
+
+
+def _slow_disk(rank: int, world_size: int, port: int, run_dir: Path) -> None:
+    """A rank on which a checkpoint takes eight seconds."""
+    from payload.trainer import checkpoint
+
+    save = checkpoint.save_file
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(8)
+        save(*arguments)
+
+    checkpoint.save_file = slowly  # type: ignore[assignment]
+    rank_of_a_job(rank, world_size, port, run_dir)
 
 
 def test_sigterm_checkpoints_and_the_run_goes_on_from_there(tiny_target_folder: Path, tmp_path: Path) -> None:
@@ -224,7 +272,7 @@ def test_a_job_of_the_wrong_size_says_which_size_it_needs(tiny_target_folder: Pa
     (tmp_path / "spec.json").write_text(json.dumps(wrong))
     from tests.payload.trainer import jobs
 
-    process = jobs.context.Process(target=jobs._rank, args=(0, 1, 0, tmp_path))
+    process = jobs.context.Process(target=jobs.rank_of_a_job, args=(0, 1, 0, tmp_path))
     process.start()
     process.join(60)
     assert process.exitcode == 1
