@@ -34,7 +34,7 @@ help: ## Show the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
 
 $(VENV)/.desk: requirements/desk.txt orchestrator/bootstrap.py pyproject.toml
-	@$(PYTHON) orchestrator/bootstrap.py --venv $(VENV) --requirements requirements/desk.txt --project .
+	@$(PYTHON) orchestrator/bootstrap.py --venv $(VENV) --requirements requirements/desk.txt --project . --compile
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.desk requirements/dev.txt payload/requirements.txt
@@ -129,7 +129,8 @@ types: $(VENV)/.dev ## mypy on the product and its benchmarks (tests are checked
 
 .PHONY: lock
 LOCK := $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --excludes requirements/excludes.txt
+# The desk and the payload share a venv where this is developed: one version of what both need.
 lock: $(VENV)/.desk ## Pin again what pyproject.toml asks for
 	@$(LOCK) pyproject.toml -o requirements/desk.txt
 	@$(LOCK) pyproject.toml --group dev -o requirements/dev.txt
-	@$(LOCK) --group pyproject.toml:payload -o payload/requirements.txt
+	@$(LOCK) --group pyproject.toml:payload --constraints requirements/desk.txt -o payload/requirements.txt

@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--project", type=Path, required=True, help="installed as editable, without dependencies"
     )
+    parser.add_argument("--compile", action="store_true", help="write bytecode of everything in the venv")
     options = parser.parse_args(arguments)
     if sys.version_info < OLDEST_PYTHON:
         return _fail(
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> int:
         files = [part for path in options.requirements for part in ("-r", str(path))]
         pip(python, ["install", *files])
         pip(python, ["install", "--no-deps", "--editable", str(options.project)])
+        if options.compile:
+            write_bytecode(python, [options.venv / "lib", options.project / "orchestrator"])
     except subprocess.CalledProcessError as error:
         return _fail(
             f"`{' '.join(map(str, error.cmd))}` failed (exit status {error.returncode}).",
@@ -87,6 +90,18 @@ def pip(python: Path, arguments: list[str]) -> None:
             *arguments,
         ],
         check=True,
+    )
+
+
+def write_bytecode(python: Path, folders: list[Path]) -> None:
+    """Compile every module below ``folders``; those that are not meant for this Python are passed over.
+
+    Not every installer and environment does it, and without it a command of the desk takes half as long again.
+    """
+    subprocess.run(
+        [str(python), "-m", "compileall", "-q", "-q", "-j", "0", *map(str, folders)],
+        stdout=subprocess.DEVNULL,
+        check=False,
     )
 
 

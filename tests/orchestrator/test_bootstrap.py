@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,3 +90,17 @@ def test_a_python_that_is_too_old_is_named(
     monkeypatch.setattr(bootstrap, "OLDEST_PYTHON", (99, 0))
     assert bootstrap.main(["--venv", "v", "--requirements", "r", "--project", "."]) == 1
     assert "99.0 or newer is needed" in capsys.readouterr().err
+
+
+def test_bytecode_is_written_whatever_the_environment_says_and_what_is_no_python_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    for folder, text in (("venv/lib/package", "x = 1\n"), ("orchestrator", "y = 2\n")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "module.py").write_text(text)
+    (tmp_path / "orchestrator" / "template.py").write_text("{% not python %}\n")
+    bootstrap.write_bytecode(Path(sys.executable), [tmp_path / "venv" / "lib", tmp_path / "orchestrator"])
+    written = {path.name.split(".")[0] for path in tmp_path.rglob("*.pyc")}
+    assert written == {"module"}
+    assert len(list(tmp_path.rglob("*.pyc"))) == 2
