@@ -42,7 +42,7 @@ class DrafterSide:
         self._report = report
         self._supplies = Supplies(run, target_side)
         self._since: torch.Tensor | None = None
-        self._since_steps = 0
+        self._norms: list[torch.Tensor] = []
         self._since_time = time.monotonic()
         self._watch: FirstStepWatch | None = None
         self._writer = writer
@@ -57,7 +57,10 @@ class DrafterSide:
         step = run.first_step
         self._since_time = time.monotonic()
         while self._may_begin(step):
-            norm = self._first_step(step) if step == run.first_step else self._later_step(step)
+            if step == run.first_step:
+                self._first_step(step)
+            else:
+                self._later_step(step)
             self.progress = replace(self.progress, step=step, accepted=None)
             if self._report is not None:
                 if run.stop.anywhere() and run.pace.end_soon(step):
@@ -67,7 +70,7 @@ class DrafterSide:
             evaluates = run.evaluates_after(step)
             # What a checkpoint knows of the run must be up to date, so that a resumed run counts on from it.
             if keeps or evaluates or step % train.log_every == 0 or step == run.first_step:
-                self._sum_up(step, norm)
+                self._sum_up(step)
             if evaluates:
                 keeps = self._evaluate(step) or keeps
             if keeps:
@@ -83,25 +86,24 @@ class DrafterSide:
             return step <= self._run.pace.last_step
         return self._run.pace.await_turn(step)
 
-    def _first_step(self, step: int) -> torch.Tensor:
+    def _first_step(self, step: int) -> None:
         """A step in which things may compile; afterwards nothing should, and by default nothing can."""
         guard = install()
         self._watch = FirstStepWatch(self._run.ranks.device.type)
         with guard.first_step():
-            norm = self._step(step)
+            self._step(step)
             if self._target_side is not None:
                 self._target_side.compile()
         report = self._watch.report()
         guard.seal(self._run.recipe.train.on_recompile)
         if self._report is not None:
             self._report.first_step(step, report)
-        return norm
 
-    def _later_step(self, step: int) -> torch.Tensor:
+    def _later_step(self, step: int) -> None:
         with install().steady():
-            return self._step(step)
+            self._step(step)
 
-    def _step(self, step: int) -> torch.Tensor:
+    def _step(self, step: int) -> None:
         run = self._run
         _ = run.stop.received
         numbers = run.roles.consumed_by(run.ranks.rank, step)
@@ -115,21 +117,19 @@ class DrafterSide:
         assert sums is not None
         if run.groups.drafters is not None:
             dist.all_reduce(sums, group=run.groups.drafters)
-        norm = self._program.update(sums, learning_rate(step, run.recipe.train.steps, run.recipe.optim))
+        rate = learning_rate(step, run.recipe.train.steps, run.recipe.optim)
+        self._norms.append(self._program.update(sums, rate))
         self._since = sums if self._since is None else self._since + sums
-        self._since_steps += 1
-        return norm
 
-    def _sum_up(self, step: int, norm: torch.Tensor) -> None:
+    def _sum_up(self, step: int) -> None:
         """Read the sums since the last time, and report them on the lead. Waits for the device."""
         self._writer.check()
         assert self._since is not None
         totals = Totals.of(self._since, self._run.config.block_size)
         interval = Interval(
             totals=totals,
-            steps=self._since_steps,
             seconds=time.monotonic() - self._since_time,
-            gradient_norm=norm,
+            gradient_norms=torch.stack(self._norms),
             transfer_wait_s=self._supplies.inbox.waited_s,
             data_wait_s=self._target_side.data_wait_s if self._target_side is not None else 0.0,
         )
@@ -144,7 +144,7 @@ class DrafterSide:
             self._report.trained(step, interval, self.progress.tokens)
             if compiled_late is not None:
                 self._report.compiled_late(step, compiled_late)
-        self._since, self._since_steps, self._since_time = None, 0, time.monotonic()
+        self._since, self._norms, self._since_time = None, [], time.monotonic()
 
     def _evaluate(self, step: int) -> bool:
         """Decode the held-out prompts; true when the drafter is better than at any evaluation before."""

@@ -40,7 +40,7 @@ class MasterAdamW:
         """Divide the gradients by ``unit`` (a scalar), clip their norm, update, and clear them.
 
         The parameters and moments stay as they are when ``unit`` is 0 or the norm is not finite. Returns the norm
-        before clipping, a scalar on the device.
+        before clipping, a scalar on the device; it is not finite in both cases.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr

@@ -106,14 +106,16 @@ class DrafterProgram:
     def accumulate(self, supply: Supply, micro_batch: int, last: bool) -> torch.Tensor:
         """Add the gradient of one micro-batch; reduce gradients over the drafters when it is the step's last.
 
-        Features that are not finite count as a micro-batch of weight 0: every rank still does the same work, so none
-        waits for another. Returns this micro-batch's sums, float64 [4 + 3K] on the device (see ``Totals``).
+        Features, or a teacher, that are not finite count as a micro-batch of weight 0: every rank still does the same
+        work, so none waits for another. Returns this micro-batch's sums, float64 [4 + 3K] on the device (``Totals``).
         """
         self._generator.manual_seed((self._seed << 32) + micro_batch)
         batch = supply.batch
         anchors = sample_anchors(batch.loss_mask, batch.document_ids, self._num_anchors, self._generator)
         # One pass: a sum is finite only if all of its terms are.
         finite = torch.isfinite(supply.features.sum(dtype=torch.float32))
+        if supply.teacher is not None:
+            finite &= torch.isfinite(supply.teacher.sum(dtype=torch.float32))
         features = torch.where(finite, supply.features, 0)
         teacher = None if supply.teacher is None else torch.where(finite, supply.teacher, 0)
         self._synchronize(last)
@@ -137,7 +139,7 @@ class DrafterProgram:
         """One optimizer step from the accumulated gradients and the sums of all drafters.
 
         Nothing changes when the total weight is 0 or a gradient is not finite. Returns the gradient's norm before
-        clipping (a scalar on the device), of the mean loss; not finite when the step was skipped for that reason.
+        clipping (a scalar on the device), of the mean loss; not finite if, and only if, the step changed nothing.
         """
         # Gradients were averaged over the drafters and divided by the nominal weight.
         unit = totals[1] / (self.drafters * self._nominal)

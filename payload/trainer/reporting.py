@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -22,7 +23,7 @@ _IMPROVED_RATIO = 1.5
 """How far the accepted length must rise above its start for ``train.assert_improves``."""
 
 _BARREN_STEPS = 10
-"""One strange document is no reason to end a run; so many steps without any finite features are."""
+"""One strange document is no reason to end a run; so many steps in a row that change no weight are."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,9 @@ class Interval:
     """What happened since the last report, over all drafters. The waits are sums since the run's start."""
 
     totals: Totals
-    steps: int
     seconds: float
-    gradient_norm: torch.Tensor
-    """Of the newest step, before clipping; a scalar, not finite when the step was skipped."""
+    gradient_norms: torch.Tensor
+    """Of each step, before clipping; not finite where the step changed no weight."""
     transfer_wait_s: float
     data_wait_s: float
 
@@ -78,8 +78,10 @@ class RunReport:
         self._log.write("compiled_late", step, **asdict(counts))
 
     def trained(self, step: int, interval: Interval, tokens_seen: int) -> None:
-        """The steps up to ``step``. Raises ``PayloadError`` when no features have been finite for too many of them."""
+        """The steps up to ``step``. Raises ``PayloadError`` when too many of them in a row have changed no weight."""
         recipe, totals, seconds = self._run.recipe, interval.totals, interval.seconds
+        norms: list[float] = interval.gradient_norms.tolist()
+        learned = [math.isfinite(norm) for norm in norms]
         blocks = recipe.train.batch_size * recipe.train.num_anchors
         tokens = totals.micro_batches * tokens_per_micro_batch(recipe)
         drafted = totals.micro_batches * blocks * self._run.config.block_size
@@ -93,16 +95,17 @@ class RunReport:
             accuracy_by_position=totals.accuracy_by_position,
             simulated_accepted_length=totals.simulated_accepted_length,
             learning_rate=lr,
-            gradient_norm=float(interval.gradient_norm),
+            gradient_norm=norms[-1],
             tokens_per_s=tokens / seconds,
             draft_tokens_per_s=drafted / seconds,
-            step_s=seconds / interval.steps,
+            step_s=seconds / len(norms),
             tflops_per_s=flops / 1e12,
             mfu=flops / self._peak if self._peak else None,
             transfer_wait_s=interval.transfer_wait_s,
             data_wait_s=interval.data_wait_s,
             memory_bytes=_peak_memory(self._run.ranks.device),
             skipped_micro_batches=totals.skipped,
+            skipped_updates=learned.count(False),
             tokens_seen=tokens_seen,
         )
         say(
@@ -113,14 +116,24 @@ class RunReport:
         if totals.skipped:
             share = f"{totals.skipped} of {totals.micro_batches} micro-batches"
             say(f"warning: {share} had features that are not finite and did not count")
-        self._barren_steps = (
-            self._barren_steps + interval.steps if totals.skipped == totals.micro_batches else 0
-        )
+        if not all(learned):
+            say(
+                f"warning: {learned.count(False)} of {len(learned)} steps changed no weight: their gradients were "
+                "not finite, or nothing counted"
+            )
+        since_one_learned = [*reversed(learned), True].index(True)
+        self._barren_steps = since_one_learned + (0 if any(learned) else self._barren_steps)
         whole_run = step == recipe.train.steps and self._barren_steps == step - self._run.first_step + 1
         if self._barren_steps >= _BARREN_STEPS or whole_run:
             raise PayloadError(
-                f"No features of the last {self._barren_steps} steps were finite.",
-                hint="Check the target's weights and dtype; float16 overflows where bfloat16 does not.",
+                f"The last {self._barren_steps} steps changed no weight: "
+                + (
+                    "none of their features were finite."
+                    if totals.skipped == totals.micro_batches
+                    else "their gradients were not finite, or nothing counted."
+                ),
+                hint="Check the target's weights and dtype (float16 overflows where bfloat16 does not), optim.lr, and "
+                "that the training data is supervised.",
             )
 
     def evaluated(self, step: int, result: Acceptance) -> None:

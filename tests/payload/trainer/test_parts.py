@@ -209,15 +209,19 @@ def small_supply(seed: int, supervised: bool = True) -> Supply:
     return Supply(batch, torch.randn(2, 32, 16, generator=generator), None)
 
 
-@pytest.mark.parametrize("spoiled", ["nan", "inf", "empty"])
+@pytest.mark.parametrize("spoiled", ["nan", "inf", "empty", "teacher"])
 def test_a_spoiled_micro_batch_weighs_nothing_beside_a_good_one(spoiled: str) -> None:
-    recipe = small_recipe()
+    recipe = small_recipe(loss__kind="kl" if spoiled == "teacher" else "ce")
     alone, beside = small_program(recipe), small_program(recipe)
-    expected = alone.accumulate(small_supply(1), 0, last=True)
-    bad = small_supply(2, supervised=spoiled != "empty")
-    if spoiled != "empty":
+    good = small_supply(1)._replace(teacher=torch.randn(2, 32, 16))
+    expected = alone.accumulate(good, 0, last=True)
+    bad = small_supply(2, supervised=spoiled != "empty")._replace(teacher=torch.randn(2, 32, 16))
+    if spoiled == "teacher":
+        assert bad.teacher is not None
+        bad.teacher[1, 7, 2] = float("nan")
+    elif spoiled != "empty":
         bad.features[0, 3, 1] = float(spoiled)
-    sums = beside.accumulate(small_supply(1), 0, last=False) + beside.accumulate(bad, 1, last=True)
+    sums = beside.accumulate(good, 0, last=False) + beside.accumulate(bad, 1, last=True)
     assert torch.equal(sums[:2], expected[:2])
     assert sums[2] == (0 if spoiled == "empty" else 1)
     for one, other in zip(alone.drafter.parameters(), beside.drafter.parameters(), strict=True):
