@@ -26,9 +26,10 @@ from invoke.exceptions import AuthFailure
 
 from orchestrator.errors import LinkLost, TransportError, UsageError
 from orchestrator.hostkeys import HostKeyRefused, changed_key_error, trust_only_known_hosts, unknown_key_error
-from orchestrator.inventory import HostSettings, from_here
+from orchestrator.inventory import from_here
 from orchestrator.liveness import WatchedTransport
 from orchestrator.localnode.layout import DEFAULT_STATE, state_of
+from orchestrator.settings import HostSettings
 
 CONNECT_ATTEMPTS = 3
 MOST_SESSIONS = 8

@@ -5,6 +5,7 @@ A host that does not answer costs its own containers only, and no longer than it
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -96,9 +97,7 @@ def _on_host(
     """Do the work on all containers of one host, over one connection."""
     began = time.monotonic()
     settings = group[0].host
-    patient = settings.model_copy(
-        update={"connect_timeout_s": min(settings.connect_timeout_s, SILENT_HOST_S)}
-    )
+    patient = dataclasses.replace(settings, connect_timeout_s=min(settings.connect_timeout_s, SILENT_HOST_S))
     with Connection(group[0].host_name, patient, notify) as connection:
         try:
             connection.open()

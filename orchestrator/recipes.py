@@ -10,7 +10,7 @@ import yaml
 
 from orchestrator.container import Container
 from orchestrator.errors import UsageError
-from orchestrator.inventory import ContainerSettings
+from orchestrator.settings import ContainerSettings
 from payload.errors import PayloadError
 from payload.recipe import Recipe, load_recipe, recipe_from_dict
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.agent import Agent
@@ -58,8 +58,8 @@ def build_venv(
         "python": settings.python,
         "uv": None,
         "requirements": (PAYLOAD / "requirements.txt").read_text(encoding="utf-8"),
-        "torch": settings.torch.model_dump(),
-        "index": settings.index.model_dump(),
+        "torch": asdict(settings.torch),
+        "index": asdict(settings.index),
         "wheelhouse": None,
         "imports": list(IMPORTS),
         "force": force,

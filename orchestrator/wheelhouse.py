@@ -26,7 +26,7 @@ from packaging.utils import parse_wheel_filename
 from orchestrator.console import StepReport
 from orchestrator.container import Container, file_sha256
 from orchestrator.errors import RefusedError, RemoteError
-from orchestrator.inventory import ContainerSettings, IndexSettings, TorchPin
+from orchestrator.settings import ContainerSettings, IndexSettings, TorchPin
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.errors import PayloadError
-from payload.recipe_check import check
-from payload.recipe_yaml import Located, bind, locate, read_yaml, shown
+from payload.located import Fault, Located, locate, refuse, shown
+from payload.recipe_check import faults_of
+from payload.yaml_binding import bind
+from payload.yaml_reading import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -193,10 +195,11 @@ def load_recipe(path_or_name: str | Path, overrides: dict[str, Any] | None = Non
         raise PayloadError(
             f"No recipe {path_or_name}.", hint=f"Name one of {known}, or a YAML file.", kind="usage"
         )
-    located = read_yaml(path)
+    faults: list[Fault] = []
+    located = read_yaml(path, faults)
     if isinstance(located.value, dict) and "name" not in located.value:
-        located.value["name"] = Located(path.stem, located.where)
-    return _checked_with(located, overrides)
+        located.value["name"] = dataclasses.replace(located, value=path.stem)
+    return _checked_with(located, overrides, faults)
 
 
 def recipe_from_dict(
@@ -206,33 +209,33 @@ def recipe_from_dict(
 
     Raises ``PayloadError`` naming ``where`` if it is not one.
     """
-    return _checked_with(locate(plain, where), overrides)
+    return _checked_with(locate(plain, where), overrides, [])
 
 
-def _checked_with(located: Located, overrides: dict[str, Any] | None) -> Recipe:
+def _checked_with(located: Located, overrides: dict[str, Any] | None, faults: list[Fault]) -> Recipe:
     for key, value in (overrides or {}).items():
-        keys, where = key.split("."), f"override {key}"
+        keys = key.split(".")
         if len(keys) > 2:
             raise PayloadError(
-                f"override: unknown key {shown(key)}.", hint="A key is section.name or name.", kind="usage"
+                f"override: {shown(key)}: there is no such key.",
+                hint="A key is section.name or name.",
+                kind="usage",
             )
-        locate(value, where)  # refuses what is nested without end
-        located = _override(located, keys, value, where)
-    recipe = bind(Recipe, located)
-    check(recipe, located)
+        located = _override(located, keys, locate(value, "override"))
+    recipe = bind(Recipe, located, faults)
+    refuse(faults_of(recipe, located))
     return recipe
 
 
-def _override(located: Located, keys: list[str], value: Any, where: str) -> Located:
+def _override(located: Located, keys: list[str], value: Located) -> Located:
     mapping = dict(located.value) if isinstance(located.value, dict) else {}
+    below = mapping.get(keys[0], dataclasses.replace(value, value={}))
     if len(keys) > 1:
-        below = mapping.get(keys[0], Located({}, where))
-        mapping[keys[0]] = _override(below, keys[1:], value, where)
-    elif isinstance(value, dict):
-        below = mapping.get(keys[0], Located({}, where))
-        for key, item in value.items():
-            below = _override(below, [key], item, f"{where}.{key}")
+        mapping[keys[0]] = _override(below, keys[1:], value)
+    elif isinstance(value.value, dict):
+        for key, item in value.value.items():
+            below = _override(below, [key], item)
         mapping[keys[0]] = below
     else:
-        mapping[keys[0]] = locate(value, where)
-    return Located(mapping, located.where)
+        mapping[keys[0]] = value
+    return dataclasses.replace(located, value=mapping)

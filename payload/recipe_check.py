@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from payload.drafter.config import LAYER_TYPES
-from payload.errors import PayloadError
-from payload.recipe_yaml import Located
+from payload.located import Fault, Located
 
 if TYPE_CHECKING:
     from payload.recipe import Recipe
@@ -29,82 +30,100 @@ _AT_MOST = {
 """No GPU holds more; what grows with these numbers would not end, or would not fit any memory of the desk."""
 
 
-def check(recipe: Recipe, located: Located) -> None:
-    """Raises ``PayloadError`` (kind usage) with the place of the first value that cannot be meant."""
+_POSITIVE = {
+    "drafter": (
+        "num_layers", "initializer_range", "sliding_window", "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim",
+    ),
+    "data": (
+        "train_rows", "eval_rows", "max_length", "min_loss_tokens", "regenerate_batch",
+        "regenerate_max_new_tokens",
+    ),
+    "train": (
+        "steps", "batch_size", "num_anchors", "accumulation", "log_every", "checkpoint_every", "eval_every",
+        "eval_max_new_tokens", "keep_last", "prefetch",
+    ),
+    "optim": ("lr", "clip", "eps"),
+}  # fmt: skip
+_NOT_NEGATIVE = {"data": ("regenerate_temperature",), "optim": ("weight_decay",), "train": ("seed",)}
+_SHARES = {"optim": ("warmup", "decay", "min_lr_ratio", "beta1", "beta2"), "loss": ("dpace_alpha",)}
+_BELOW_ONE = {"optim": ("beta1", "beta2")}
+Problem = tuple[str, str, str]
+"""Section, key, and what is wrong with the value."""
 
-    def refuse(section: str, key: str, problem: str) -> None:
-        part = located.value.get(section, located)
-        item = part.value.get(key, part) if isinstance(part.value, dict) else part
-        raise PayloadError(f"{item.where}: {section}.{key} {problem}.", kind="usage")
 
-    positive = {
-        "drafter": (
-            "num_layers", "initializer_range", "sliding_window", "intermediate_size", "num_attention_heads",
-            "num_key_value_heads", "head_dim",
-        ),
-        "data": (
-            "train_rows", "eval_rows", "max_length", "min_loss_tokens", "regenerate_batch",
-            "regenerate_max_new_tokens",
-        ),
-        "train": (
-            "steps", "batch_size", "num_anchors", "accumulation", "log_every", "checkpoint_every", "eval_every",
-            "eval_max_new_tokens", "keep_last", "prefetch",
-        ),
-        "optim": ("lr", "clip", "eps"),
-    }  # fmt: skip
+def faults_of(recipe: Recipe, located: Located) -> list[Fault]:
+    """Values that cannot be meant, each with its place in ``located``, from which ``recipe`` was bound."""
+    found = []
+    for problems in (_numbers(recipe), _drafter(recipe), _data_and_train(recipe), _topology(recipe)):
+        for section, key, problem in problems:
+            part = located.value.get(section, located)
+            item = part.value.get(key) or dataclasses.replace(part)
+            found.append(Fault(item, f"{section}.{key}", problem))
+    return found
+
+
+def _numbers(recipe: Recipe) -> Iterator[Problem]:
     for section in ("drafter", "data", "loss", "optim", "train"):
         for key, value in vars(getattr(recipe, section)).items():
             if isinstance(value, float) and not math.isfinite(value):
-                refuse(section, key, "must be a finite number")
-    for section, keys in positive.items():
-        for key in keys:
-            value = getattr(getattr(recipe, section), key)
-            if value is not None and value <= 0:
-                refuse(section, key, "must be greater than 0")
-    for section, limits in _AT_MOST.items():
-        for key, most in limits.items():
-            if getattr(getattr(recipe, section), key) > most:
-                refuse(section, key, f"must be at most {most:,}")
-    for section, key in (("data", "regenerate_temperature"), ("optim", "weight_decay"), ("train", "seed")):
-        if getattr(getattr(recipe, section), key) < 0:
-            refuse(section, key, "must not be negative")
-    for key in ("beta1", "beta2"):
-        if getattr(recipe.optim, key) == 1:
-            refuse("optim", key, "must be less than 1")
-    for section, key in (
-        ("optim", "warmup"), ("optim", "decay"), ("optim", "min_lr_ratio"), ("optim", "beta1"), ("optim", "beta2"),
-        ("loss", "dpace_alpha"),
-    ):  # fmt: skip
-        if not 0 <= getattr(getattr(recipe, section), key) <= 1:
-            refuse(section, key, "must lie between 0 and 1")
-    if recipe.drafter.block_size < 2:
-        refuse("drafter", "block_size", "must be at least 2: the anchor and one drafted token")
-    if (
-        recipe.drafter.layer_types is not None
-        and len(recipe.drafter.layer_types) != recipe.drafter.num_layers
+                yield section, key, "must be a finite number"
+    for limits, holds, problem in (
+        (_POSITIVE, lambda value: value > 0, "must be greater than 0"),
+        (_NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
+        (_BELOW_ONE, lambda value: value != 1, "must be less than 1"),
+        (_SHARES, lambda value: 0 <= value <= 1, "must lie between 0 and 1"),
     ):
-        refuse("drafter", "layer_types", f"must name {recipe.drafter.num_layers} layers, one for each")
-    kinds = recipe.drafter.layer_types or ()
+        for section, keys in limits.items():
+            for key in keys:
+                value = getattr(getattr(recipe, section), key)
+                if value is not None and not holds(value):
+                    yield section, key, problem
+    for section, most in _AT_MOST.items():
+        for key, highest in most.items():
+            if getattr(getattr(recipe, section), key) > highest:
+                yield section, key, f"must be at most {highest:,}"
+
+
+def _drafter(recipe: Recipe) -> Iterator[Problem]:
+    drafter = recipe.drafter
+    kinds = drafter.layer_types or ()
+    if drafter.block_size < 2:
+        yield "drafter", "block_size", "must be at least 2: the anchor and one drafted token"
+    if drafter.layer_types is not None and len(kinds) != drafter.num_layers:
+        yield "drafter", "layer_types", f"must name {drafter.num_layers} layers, one for each"
     if unknown := sorted(set(kinds) - LAYER_TYPES.keys()):
-        refuse("drafter", "layer_types", f"knows no {unknown[0]}: each is {' or '.join(LAYER_TYPES)}")
-    if any(LAYER_TYPES[kind].windowed for kind in kinds) and not recipe.drafter.sliding_window:
-        refuse("drafter", "sliding_window", "is needed by the sliding layers")
+        yield "drafter", "layer_types", f"knows no {unknown[0]}: each is {' or '.join(LAYER_TYPES)}"
+    elif any(LAYER_TYPES[kind].windowed for kind in kinds) and not drafter.sliding_window:
+        yield "drafter", "sliding_window", "is needed by the sliding layers"
+
+
+def _data_and_train(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.data.train:
-        refuse("data", "train", "names no rows")
+        yield "data", "train", "names no rows"
     for part in recipe.train.fp8:
         if recipe.train.fp8.count(part) > 1:
-            refuse("train", "fp8", f"names {part} twice")
+            yield "train", "fp8", f"names {part} twice"
     if recipe.train.assert_improves and not recipe.data.eval:
-        refuse("train", "assert_improves", "needs held-out prompts (data.eval)")
+        yield "train", "assert_improves", "needs held-out prompts (data.eval)"
+
+
+def _topology(recipe: Recipe) -> Iterator[Problem]:
+    faults = 0
     for role in ("targets", "drafters"):
         ranks = getattr(recipe.topology, role)
         if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-            refuse("topology", role, "must name at least one rank, each once")
-        if max(ranks) >= MOST_RANKS:
-            refuse("topology", role, f"names rank {max(ranks)}: ranks count from 0 to {MOST_RANKS - 1}")
+            yield "topology", role, "must name at least one rank, each once"
+        elif max(ranks) >= MOST_RANKS:
+            yield "topology", role, f"names rank {max(ranks)}: ranks count from 0 to {MOST_RANKS - 1}"
+        else:
+            continue
+        faults += 1
+    if faults:
+        return
     unused = set(range(recipe.topology.world_size)) - {*recipe.topology.targets, *recipe.topology.drafters}
     if unused:
-        refuse("topology", "drafters", f"leaves {_ranks(sorted(unused))} without a role")
+        yield "topology", "drafters", f"leaves {_ranks(sorted(unused))} without a role"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from payload.errors import PayloadError
 from payload.gguf_shape import gguf_config
+from payload.located import shown
 from payload.recipe import TargetSpec
-from payload.recipe_yaml import shown
 
 _GREATEST = 1 << 30
 """Of any one size: far more than any model has."""

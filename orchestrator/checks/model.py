@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from orchestrator.inventory import ContainerSettings
 from orchestrator.recipes import job_gpus
+from orchestrator.settings import ContainerSettings
 from payload.places import is_surely_a_folder
 from payload.recipe import Recipe
 

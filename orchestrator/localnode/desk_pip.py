@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from orchestrator.inventory import IndexSettings, TorchPin
+from orchestrator.settings import IndexSettings, TorchPin
 
 TORCH_VERSION = "2.13.0"
 DEFAULT_TIMEOUT_S = 300

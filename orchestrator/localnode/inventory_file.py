@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from orchestrator.inventory import DEFAULT_CONTAINER_PATH, IndexSettings, TorchPin
 from orchestrator.localnode import layout
 from orchestrator.localnode.desk_pip import TORCH_VERSION, desk_index, desk_torch
+from orchestrator.settings import DEFAULT_CONTAINER_PATH, IndexSettings, TorchPin
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,5 @@ def _container(
         "recipe": plan.recipe,
         "gpus": plan.gpus,
         "torch": {"version": torch.version, "backend": torch.backend},
-        "index": index.model_dump(mode="json"),
+        "index": asdict(index),
     }

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,8 @@ def changed_payload(tmp_path: Path) -> Payload:
 
 def at_root(container: Container, root: str, **changes: object) -> Container:
     """The same container with another root."""
-    settings = container.settings.model_copy(update={"root": root, **changes})
-    return Container(container.connection, container.destination.model_copy(update={"container": settings}))
+    settings = replace(container.settings, root=root, **changes)
+    return Container(container.connection, replace(container.destination, container=settings))
 
 
 def fill(lxc: Lxc, folder: str, leave_bytes: int) -> str:

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,15 +50,14 @@ def link(bed: Bed) -> Iterator[FaultyLink]:
 @pytest.fixture
 def over(bed: Bed, destination: Destination, link: FaultyLink, tmp_path: Path) -> Iterator[Container]:
     """Container 200 over the faulty link."""
-    host = destination.host.model_copy(
-        update={
-            "port": link.port,
-            "known_hosts": str(known_hosts(bed, link, tmp_path)),
-            "silence_timeout_s": SILENCE_TIMEOUT_S,
-        }
+    host = replace(
+        destination.host,
+        port=link.port,
+        known_hosts=str(known_hosts(bed, link, tmp_path)),
+        silence_timeout_s=SILENCE_TIMEOUT_S,
     )
     with Connection("bed", host) as connection:
-        yield Container(connection, destination.model_copy(update={"host": host}))
+        yield Container(connection, replace(destination, host=host))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_deploy_venv_warmup_train_and_fetch_with_the_real_torch(
     settings = {
         "root": "/opt/real",
         "torch": {"version": torch.version, "backend": torch.backend},
-        "index": desk_index(environment).model_dump(mode="json"),
+        "index": asdict(desk_index(environment)),
     }
     inventory = bed.write_inventory(tmp_path / "inventory.yaml", container=settings)
     # What pip reads, and a cache of wheels that outlives the test.

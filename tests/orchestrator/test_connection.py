@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import asyncssh
@@ -24,9 +25,10 @@ from paramiko.common import (
 
 from orchestrator.connection import Connection, quote
 from orchestrator.errors import LinkLost, TransportError, UsageError
-from orchestrator.inventory import Destination, HostSettings, load_inventory, resolve
+from orchestrator.inventory import Destination, load_inventory, resolve
 from orchestrator.localnode import node
 from orchestrator.localnode.server import ServerOptions
+from orchestrator.settings import HostSettings
 from tests.faulty_link import FaultyLink
 
 ECHO_ARGUMENTS = "import json, os, sys; print(json.dumps([list(os.fsencode(a)) for a in sys.argv[1:]]))"
@@ -119,7 +121,7 @@ def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_to_
     destination: Destination, tmp_path: Path
 ) -> None:
     (tmp_path / "known_hosts").write_text("")
-    host = destination.host.model_copy(update={"known_hosts": str(tmp_path / "known_hosts")})
+    host = replace(destination.host, known_hosts=str(tmp_path / "known_hosts"))
     with pytest.raises(TransportError, match="is not known: ssh-ed25519 SHA256:") as raised:
         Connection("local", host).run(["true"])
     assert f"ssh-keyscan -p {host.port} 127.0.0.1" in raised.value.hint
@@ -132,7 +134,7 @@ def test_a_changed_host_key_is_refused_with_both_fingerprints(
     other = asyncssh.generate_private_key("ssh-ed25519").export_public_key("openssh").decode()
     known_hosts = tmp_path / "known_hosts"
     known_hosts.write_text(f"[127.0.0.1]:{destination.host.port} {other}")
-    host = destination.host.model_copy(update={"known_hosts": str(known_hosts)})
+    host = replace(destination.host, known_hosts=str(known_hosts))
     with pytest.raises(TransportError, match="has CHANGED") as raised:
         Connection("local", host).run(["true"])
     assert raised.value.message.count("SHA256:") == 2
@@ -145,7 +147,7 @@ def test_a_revoked_key_is_refused_even_when_it_is_listed_as_well(
     assert destination.host.known_hosts is not None
     listed = Path(destination.host.known_hosts).read_text()
     (tmp_path / "known_hosts").write_text(f"{listed}@revoked {listed}")
-    host = destination.host.model_copy(update={"known_hosts": str(tmp_path / "known_hosts")})
+    host = replace(destination.host, known_hosts=str(tmp_path / "known_hosts"))
     with pytest.raises(TransportError, match="is REVOKED"):
         Connection("local", host).run(["true"])
 
@@ -168,7 +170,7 @@ def test_a_line_of_known_hosts_that_cannot_be_used_costs_only_itself(
     assert destination.host.known_hosts is not None
     listed = Path(destination.host.known_hosts).read_bytes()
     (tmp_path / "known_hosts").write_bytes(line + b"\n" + listed)
-    host = destination.host.model_copy(update={"known_hosts": str(tmp_path / "known_hosts")})
+    host = replace(destination.host, known_hosts=str(tmp_path / "known_hosts"))
     with Connection("local", host) as connection:
         assert connection.run(["echo", "trusted"]).stdout == b"trusted\n"
 
@@ -180,7 +182,7 @@ def test_a_key_file_that_is_no_key_is_a_usage_error_and_not_the_networks_fault(
     destination: Destination, tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "key").write_bytes(content)
-    host = destination.host.model_copy(update={"identity_file": str(tmp_path / "key")})
+    host = replace(destination.host, identity_file=str(tmp_path / "key"))
     with pytest.raises(UsageError, match="no private key that can be read"):
         Connection("local", host).run(["true"])
 
@@ -208,7 +210,7 @@ def test_a_person_without_any_key_is_told_at_once(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    host = destination.host.model_copy(update={"identity_file": None})
+    host = replace(destination.host, identity_file=None)
     waits: list[str] = []
     with pytest.raises(TransportError, match="accepts none of your keys") as raised:
         Connection("lab", host, waits.append).run(["true"])
@@ -221,14 +223,14 @@ def test_a_key_that_the_host_does_not_accept_is_named_as_the_reason(
 ) -> None:
     key = tmp_path / "stranger"
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(key))
-    host = destination.host.model_copy(update={"identity_file": str(key)})
+    host = replace(destination.host, identity_file=str(key))
     with pytest.raises(TransportError, match="accepts none of your keys") as raised:
         Connection("local", host).run(["true"])
     assert "ssh-copy-id" in raised.value.hint
 
 
 def test_a_key_file_that_is_not_there_is_a_usage_error(destination: Destination, tmp_path: Path) -> None:
-    host = destination.host.model_copy(update={"identity_file": str(tmp_path / "none")})
+    host = replace(destination.host, identity_file=str(tmp_path / "none"))
     with pytest.raises(UsageError, match="identity_file"):
         Connection("local", host).run(["true"])
 
@@ -262,7 +264,7 @@ def test_a_host_that_falls_silent_is_noticed_within_its_deadline_though_the_link
         known_hosts = Path(str(destination.host.known_hosts))
         line = known_hosts.read_text().replace(f":{destination.host.port} ", f":{link.port} ")
         known_hosts.write_text(known_hosts.read_text() + line)
-        host = destination.host.model_copy(update={"port": link.port, "silence_timeout_s": 1.5})
+        host = replace(destination.host, port=link.port, silence_timeout_s=1.5)
         with Connection("lab", host) as connection:
             began = time.monotonic()
             assert connection.run(["sh", "-c", "sleep 3; echo done"]).stdout == b"done\n", (

@@ -9,6 +9,7 @@ import random
 import stat
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,7 @@ def test_a_desk_that_cannot_write_is_told_so_and_the_link_is_not_blamed(
 
 
 def other(destination: Destination, **changes: object) -> Destination:
-    return destination.model_copy(update=changes)
+    return replace(destination, **changes)
 
 
 def test_a_stopped_container_is_named_with_the_command_that_starts_it(
@@ -209,7 +210,7 @@ def test_a_container_that_is_not_there_is_named(connection: Connection, destinat
 
 
 def test_a_host_without_pct_is_named(connection: Connection, destination: Destination) -> None:
-    host = destination.host.model_copy(update={"pct": "/usr/sbin/no-pct"})
+    host = replace(destination.host, pct="/usr/sbin/no-pct")
     container = Container(connection, other(destination, host=host))
     with pytest.raises(TransportError, match="local has no /usr/sbin/no-pct") as raised:
         raise container.explain(container.run(["true"]), "it did nothing")
@@ -236,7 +237,7 @@ def test_the_configuration_is_what_pct_says_and_nothing_for_a_container_that_is_
     config = container.configuration()
     assert config is not None
     assert config["unprivileged"] == "1"
-    container.destination = container.destination.model_copy(update={"container_id": "999"})
+    container.destination = replace(container.destination, container_id="999")
     assert container.configuration() is None
 
 

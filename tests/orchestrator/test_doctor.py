@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from orchestrator.console import Console
 from orchestrator.container import Container
 from orchestrator.doctor import examine, show_findings
 from orchestrator.errors import OrchestratorError, RefusedError, TransportError
-from orchestrator.inventory import TorchPin
 from orchestrator.localnode.node import NodeInfo
+from orchestrator.settings import TorchPin
 from orchestrator.train import prepare
 from payload.recipe import load_recipe
 from tests.orchestrator.test_cli import orchestrator
@@ -34,7 +35,7 @@ PLACE = ("--host", "local", "--ct", "200")
 def gpu_container(container: Container) -> Container:
     """The container as an inventory would describe one with eight GPUs, which this machine does not have."""
     pinned = {"gpus": 8, "torch": TorchPin(), "recipe": "qwen3-8b"}
-    container.settings = container.settings.model_copy(update=pinned)
+    container.settings = replace(container.settings, **pinned)
     return container
 
 
@@ -84,7 +85,7 @@ def test_a_stopped_container_is_a_finding_with_the_command_that_starts_it(local_
 
 
 def test_a_container_that_is_not_there_is_a_transport_error(container: Container) -> None:
-    container.destination = container.destination.model_copy(update={"container_id": "999"})
+    container.destination = replace(container.destination, container_id="999")
     with QUIET.step("doctor") as report, pytest.raises(TransportError, match="no container 999"):
         examine(container, TINY, report)
 
@@ -113,9 +114,9 @@ def test_train_goes_on_anyway_when_told_to_and_shows_what_was_found(
     container: Container, locked: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # A venv that cannot be built proves that the check before it was passed.
-    offline = container.settings.index.model_copy(update={"offline": True, "find_links": ()})
+    offline = replace(container.settings.index, offline=True, find_links=())
     nowhere = {"torch": TorchPin(version="0.0.1", backend="cpu"), "index": offline}
-    container.settings = container.settings.model_copy(update=nowhere)
+    container.settings = replace(container.settings, **nowhere)
     with pytest.raises(RefusedError, match="locked by Proxmox: backup"):
         prepare(container, TINY, QUIET)
     with pytest.raises(OrchestratorError, match=r"0\.0\.1"):

@@ -201,6 +201,69 @@ def test_a_hopeless_file_is_not_told_without_end(tmp_path: Path) -> None:
     assert raised.value.hint == "And 30 more faults."
 
 
+def test_an_unknown_key_is_told_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        load(tmp_path, "hosts: {a: {containers: {200: {torch: {verson: 2.11.0}}}}}")
+    assert raised.value.hint == (
+        "Known keys of hosts.a.containers.200.torch: version, backend, index_url, cuda, git."
+    )
+
+
+def test_aliases_and_merges_bring_values_into_other_places(tmp_path: Path) -> None:
+    inventory = load(
+        tmp_path,
+        """
+hosts:
+  a: &a
+    user: operator
+    containers: {200: &big {gpus: 8, recipe: smollm2}, 201: *big, 202: {<<: *big, gpus: 4}}
+  b: {<<: *a, user: root}
+  c: {<<: [{port: 2222, user: first}, {user: second, sudo: true}]}
+""",
+    )
+    a, b, c = (inventory.hosts[name] for name in "abc")
+    assert [(at.gpus, at.recipe) for at in a.containers.values()] == [
+        (8, "smollm2"),
+        (8, "smollm2"),
+        (4, "smollm2"),
+    ]
+    assert (b.user, b.containers) == ("root", a.containers)
+    assert (c.user, c.port, c.sudo) == ("first", 2222, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hosts:\n  a: &a {prot: 1}\n  b: *a\n  c: {<<: *a}\n", "2: hosts.a.prot: there is no such key."),
+        ("hosts:\n  a: {<<: 5}\n", "2: << takes a mapping, or a list of them."),
+        ("hosts:\n  a:\n    <<: {port: 1}\n    <<: {}\n", "4: '<<' stands here a second time."),
+        ("hosts: &a\n  local: *a\n", "1: nested without end (an alias of itself)."),
+        ("hosts:\n  a: {user: 2026-13-45}\n", "2: '2026-13-45' is not a valid value."),
+        ("hosts:\n  ? [a]\n  : {}\n", "2: a key must be text."),
+        ('hosts:\n  "\\ud800": {}\n', "2: '\\ud800' is not a valid value."),
+        ("hosts:\n  a: {port: '22'}\n", "2: hosts.a.port: a whole number is needed."),
+        ("hosts:\n  a: {sudo: 1}\n", "2: hosts.a.sudo: true or false is needed."),
+        (
+            "hosts:\n  a: {connect_timeout_s: .inf}\n",
+            "2: hosts.a.connect_timeout_s: a finite number is needed.",
+        ),
+    ],
+)
+def test_one_fault_is_told_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        load(tmp_path, text)
+    assert raised.value.message == f"{tmp_path / 'inventory.yaml'}:{says}"
+
+
+def test_a_few_lines_of_aliases_cannot_mean_endlessly_many(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 40)]
+    lines += ["m0: &m0 {x: *a39}"]
+    lines += [f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 8)}]}}" for n in range(1, 40)]
+    with pytest.raises(UsageError, match="And 60 more faults"):
+        load(tmp_path, "\n".join(lines))
+
+
 @pytest.mark.parametrize(
     "key", ["abc", "99", "0", "-200", "1000000000", "200.5", "'20 0'", "true", "null", "'\u0662\u0660\u0660'"]
 )

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,8 @@ def test_an_earlier_payload_becomes_current_again(container: Container, agent: A
 def test_a_container_without_a_release_says_to_deploy(
     connection: Connection, destination: Destination
 ) -> None:
-    settings = destination.container.model_copy(update={"root": destination.container.root + "-empty"})
-    container = Container(connection, destination.model_copy(update={"container": settings}))
+    settings = replace(destination.container, root=destination.container.root + "-empty")
+    container = Container(connection, replace(destination, container=settings))
     with pytest.raises(NoAnswer) as raised:
         Agent.current(container).call("status")
     assert "make deploy HOST=local CT=200" in raised.value.hint
@@ -118,8 +119,8 @@ def test_a_container_without_a_release_says_to_deploy(
 def test_a_container_without_its_python_says_which_one_is_missing(
     connection: Connection, destination: Destination
 ) -> None:
-    settings = destination.container.model_copy(update={"python": "python9"})
-    container = Container(connection, destination.model_copy(update={"container": settings}))
+    settings = replace(destination.container, python="python9")
+    container = Container(connection, replace(destination, container=settings))
     with pytest.raises(NoAnswer) as raised:
         Agent.current(container).call("status")
     assert "Python 3.10 or newer as python9" in raised.value.hint

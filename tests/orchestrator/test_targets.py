@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
-from orchestrator.inventory import ContainerSettings, HostSettings, Inventory
+from orchestrator.inventory import Inventory
+from orchestrator.settings import ContainerSettings, HostSettings
 from orchestrator.targets import is_several, select
 
 FILE = Path("inventory.yaml")

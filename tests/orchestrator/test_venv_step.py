@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from orchestrator.console import Console
 from orchestrator.container import Container
 from orchestrator.deploy import deploy
 from orchestrator.errors import RefusedError, RemoteError
-from orchestrator.inventory import Destination, IndexSettings, TorchPin
+from orchestrator.inventory import Destination
+from orchestrator.settings import IndexSettings, TorchPin
 from orchestrator.venv import BuiltVenv, build_venv
 from orchestrator.wheelhouse import Platform, container_platform, resolve_wheels
 from tests.wheels import build_torch_wheel, build_wheel
@@ -43,14 +45,13 @@ def place(
     monkeypatch.setattr("orchestrator.venv.PAYLOAD", payload)
     monkeypatch.setattr("orchestrator.venv.IMPORTS", ("torch", "companion"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    settings = destination.container.model_copy(
-        update={
-            "root": f"{destination.container.root}/{tmp_path.name}",
-            "torch": TorchPin(version="2.13.0", backend=None),
-            "index": IndexSettings(find_links=(str(links),), offline=True),
-        }
+    settings = replace(
+        destination.container,
+        root=f"{destination.container.root}/{tmp_path.name}",
+        torch=TorchPin(version="2.13.0", backend=None),
+        index=IndexSettings(find_links=(str(links),), offline=True),
     )
-    return Container(connection, destination.model_copy(update={"container": settings}))
+    return Container(connection, replace(destination, container=settings))
 
 
 def venv(container: Container, *, wheelhouse: bool = False, force: bool = False) -> BuiltVenv:
@@ -60,8 +61,8 @@ def venv(container: Container, *, wheelhouse: bool = False, force: bool = False)
 
 
 def repinned(container: Container, **changes: object) -> Container:
-    settings = container.settings.model_copy(update=changes)
-    return Container(container.connection, container.destination.model_copy(update={"container": settings}))
+    settings = replace(container.settings, **changes)
+    return Container(container.connection, replace(container.destination, container=settings))
 
 
 def in_use(container: Container) -> str:

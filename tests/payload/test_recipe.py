@@ -63,19 +63,19 @@ def test_numbers_may_be_written_as_yaml_reads_them_for_text(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        (MINIMAL + "optim:\n  lrr: 1\n", 8, "unknown key optim.lrr"),
-        (MINIMAL + "typo: 1\n", 7, "unknown key typo"),
-        (MINIMAL + "optim:\n  lr: fast\n", 8, "optim.lr must be a number, not 'fast'"),
-        (MINIMAL + "optim:\n  lr: -1\n", 8, "optim.lr must be greater than 0"),
-        (MINIMAL + "optim:\n  lr: .nan\n", 8, "optim.lr must be a finite number"),
-        (MINIMAL + "optim:\n  clip: .inf\n", 8, "optim.clip must be a finite number"),
-        (MINIMAL + "loss:\n  gamma: .nan\n", 8, "loss.gamma must be a finite number"),
-        (MINIMAL + "optim:\n  warmup: 2\n", 8, "optim.warmup must lie between 0 and 1"),
-        (MINIMAL + "loss:\n  kind: mse\n", 8, "loss.kind must be one of ce, dpace, kl"),
-        (MINIMAL + "compile: maybe\n", 7, "compile must be one of auto, on, off"),
-        (MINIMAL + "drafter:\n  block_size: 1\n", 8, "drafter.block_size must be at least 2"),
+        (MINIMAL + "optim:\n  lrr: 1\n", 8, "optim.lrr: there is no such key"),
+        (MINIMAL + "typo: 1\n", 7, "typo: there is no such key"),
+        (MINIMAL + "optim:\n  lr: fast\n", 8, "optim.lr: a number is needed"),
+        (MINIMAL + "optim:\n  lr: -1\n", 8, "optim.lr: must be greater than 0"),
+        (MINIMAL + "optim:\n  lr: .nan\n", 8, "optim.lr: must be a finite number"),
+        (MINIMAL + "optim:\n  clip: .inf\n", 8, "optim.clip: must be a finite number"),
+        (MINIMAL + "loss:\n  gamma: .nan\n", 8, "loss.gamma: must be a finite number"),
+        (MINIMAL + "optim:\n  warmup: 2\n", 8, "optim.warmup: must lie between 0 and 1"),
+        (MINIMAL + "loss:\n  kind: mse\n", 8, "loss.kind: one of ce, dpace, kl is needed"),
+        (MINIMAL + "compile: maybe\n", 7, "compile: one of auto, on, off is needed"),
+        (MINIMAL + "drafter:\n  block_size: 1\n", 8, "drafter.block_size: must be at least 2"),
         (MINIMAL + "drafter:\n  layer_types: [full_attention]\n", 8, "must name 5 layers"),
-        (MINIMAL + "drafter:\n  num_layers: 2.5\n", 8, "drafter.num_layers must be a whole number"),
+        (MINIMAL + "drafter:\n  num_layers: 2.5\n", 8, "drafter.num_layers: a whole number is needed"),
         (MINIMAL + "topology:\n  targets: [0]\n  drafters: [2]\n", 9, "leaves ranks [1] without a role"),
         (MINIMAL + "topology:\n  targets: [0, 0]\n", 8, "each once"),
         (MINIMAL + "topology:\n  targets: [0, 3000000]\n", 8, "ranks count from 0 to 1023"),
@@ -84,22 +84,22 @@ def test_numbers_may_be_written_as_yaml_reads_them_for_text(tmp_path: Path) -> N
             9,
             "leaves 998 ranks, 1 first, without a role",
         ),
-        (MINIMAL + "drafter:\n  num_layers: 1000000000\n", 8, "drafter.num_layers must be at most 128"),
-        (MINIMAL + "drafter:\n  num_attention_heads: 0\n", 8, "num_attention_heads must be greater than 0"),
+        (MINIMAL + "drafter:\n  num_layers: 1000000000\n", 8, "drafter.num_layers: must be at most 128"),
+        (MINIMAL + "drafter:\n  num_attention_heads: 0\n", 8, "num_attention_heads: must be greater than 0"),
         (
             MINIMAL.replace("[rows.jsonl]", "[r]\n  train_rows: -1"),
             5,
-            "data.train_rows must be greater than 0",
+            "data.train_rows: must be greater than 0",
         ),
-        (MINIMAL + "  seed: 2147483648\n", 7, "train.seed must be at most 2,147,483,647"),
-        (MINIMAL + "  seed: -1\n", 7, "train.seed must not be negative"),
-        (MINIMAL + "optim:\n  beta2: 1\n", 8, "optim.beta2 must be less than 1"),
-        (MINIMAL + "  fp8: [head, head]\n", 7, "train.fp8 names head twice"),
-        (MINIMAL + "train:\n  steps: 3\n", 7, "train is given twice"),
-        (MINIMAL.replace("steps: 10", "steps: 0"), 6, "train.steps must be greater than 0"),
-        (MINIMAL.replace("  steps: 10", "  seed: 1"), 5, "train.steps is missing"),
-        ("- a\n", 1, "must be a mapping"),
-        ("target: {model: a\n", 2, "not valid YAML"),
+        (MINIMAL + "  seed: 2147483648\n", 7, "train.seed: must be at most 2,147,483,647"),
+        (MINIMAL + "  seed: -1\n", 7, "train.seed: must not be negative"),
+        (MINIMAL + "optim:\n  beta2: 1\n", 8, "optim.beta2: must be less than 1"),
+        (MINIMAL + "  fp8: [head, head]\n", 7, "train.fp8: names head twice"),
+        (MINIMAL + "train:\n  steps: 3\n", 7, "'train' stands here a second time"),
+        (MINIMAL.replace("steps: 10", "steps: 0"), 6, "train.steps: must be greater than 0"),
+        (MINIMAL.replace("  steps: 10", "  seed: 1"), 5, "train.steps: is missing"),
+        ("- a\n", 1, "a mapping is needed"),
+        ("target: {model: a\n", 2, "not YAML"),
         ("", 1, "is missing"),
     ],
 )
@@ -110,6 +110,30 @@ def test_a_bad_recipe_names_file_line_and_key(tmp_path: Path, text: str, line: i
     assert caught.value.kind == "usage"
     assert says in caught.value.message
     assert caught.value.message.startswith(f"{path}:{line}: ")
+
+
+def test_all_faults_are_named_at_once_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "optim: {lr: fast}\ntypo: 1\nloss:\n  kind: mse\nloss:\n  kind: ce\n")
+    with pytest.raises(PayloadError) as caught:
+        load_recipe(path, {"drafter.num_layers": "five"})
+    assert [line.removeprefix(f"{path}:") for line in caught.value.message.splitlines()] == [
+        "override: drafter.num_layers: a whole number is needed.",
+        "7: optim.lr: a number is needed.",
+        "8: typo: there is no such key.",
+        "11: 'loss' stands here a second time.",
+    ]
+    assert caught.value.hint.startswith("Known keys: target, data, train")
+
+
+def test_values_that_fit_and_cannot_be_meant_are_named_at_once_too(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "optim: {lr: -1}\ndrafter: {block_size: 1, layer_types: [odd]}\n")
+    with pytest.raises(PayloadError) as caught:
+        load_recipe(path)
+    assert [line.removeprefix(f"{path}:") for line in caught.value.message.splitlines()] == [
+        "7: optim.lr: must be greater than 0.",
+        "8: drafter.block_size: must be at least 2: the anchor and one drafted token.",
+        "8: drafter.layer_types: must name 5 layers, one for each.",
+    ]
 
 
 def test_an_unknown_name_lists_the_shipped_recipes() -> None:
@@ -126,7 +150,7 @@ def test_overrides_change_one_value_whether_dotted_or_nested(override: dict[str,
 
 
 def test_a_bad_override_names_itself() -> None:
-    with pytest.raises(PayloadError, match=r"override train\.stepz: unknown key train\.stepz"):
+    with pytest.raises(PayloadError, match=r"override: train\.stepz: there is no such key"):
         load_recipe("tiny-cpu", {"train.stepz": 7})
 
 

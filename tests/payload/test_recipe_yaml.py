@@ -24,20 +24,20 @@ from tests.payload.test_recipe import MINIMAL, written
         (MINIMAL + "name: !!seq text\n", 7, "'text' is not a valid value"),
         (MINIMAL + "name: !!python/name:os.system x\n", 7, "is not a valid value"),
         (MINIMAL + 'name: "\\ud800"\n', 7, "is not a valid value"),
-        (MINIMAL + 'name: "\\UFFFFFFFF"\n', 7, "not valid YAML"),
-        (MINIMAL + "name: 2026-01-01\n", 7, "name must be text, not datetime.date(2026, 1, 1)"),
+        (MINIMAL + 'name: "\\UFFFFFFFF"\n', 7, "not YAML"),
+        (MINIMAL + "name: 2026-01-01\n", 7, "name: text is needed (quote it)"),
         (MINIMAL + "name: \x00\n", 7, "special characters are not allowed"),
-        (MINIMAL + "name: &self [*self]\n", 7, "a recipe has no aliases"),
-        ("a: &a [x, x]\nb: [*a, *a]\n", 2, "a recipe has no aliases"),
+        (MINIMAL + "name: &self [*self]\n", 7, "no aliases (*name) are allowed here"),
+        ("a: &a [x, x]\nb: [*a, *a]\n", 2, "no aliases (*name) are allowed here"),
         (MINIMAL + "drafter:\n  layer_types: " + "[" * 3000 + "]" * 3000, 8, "nested more than 16 deep"),
         (MINIMAL + "\n".join(" " * depth + "a:" for depth in range(400)), 22, "nested more than 16 deep"),
         (MINIMAL + "? [a, b]\n: 1\n", 7, "a key must be text"),
-        (MINIMAL + f"optim: {{lr: 1{'0' * 400}}}\n", 7, "optim.lr must be a number below"),
-        (MINIMAL + f"optim: {{lr: 0x1{'0' * 5000}}}\n", 7, "optim.lr must be a number below"),
-        (MINIMAL.replace("steps: 10", f"steps: 0x{'f' * 5000}"), 6, "a whole number of at most 63 bits"),
-        (MINIMAL + f"{'k' * 900}: 1\n", 7, "unknown key kkk"),
-        (MINIMAL + "compile: [[a], {b: c}]\n", 7, "must be one of auto, on, off, not [Ellipsis, Ellipsis]"),
-        (MINIMAL + "compile: {a: b}\n", 7, "must be one of auto, on, off, not {'a': 'b'}"),
+        (MINIMAL + f"optim: {{lr: 1{'0' * 400}}}\n", 7, "optim.lr: the number is too large"),
+        (MINIMAL + f"optim: {{lr: 0x1{'0' * 5000}}}\n", 7, "optim.lr: the number is too large"),
+        (MINIMAL.replace("steps: 10", f"steps: 0x{'f' * 5000}"), 6, "train.steps: the number is too large"),
+        (MINIMAL + f"{'k' * 900}: 1\n", 7, f"{'k' * 80}…: there is no such key"),
+        (MINIMAL + "compile: [[a], {b: c}]\n", 7, "compile: one of auto, on, off is needed"),
+        (MINIMAL + "compile: {a: b}\n", 7, "compile: one of auto, on, off is needed"),
     ],
 )
 def test_what_yaml_allows_and_no_recipe_has_names_file_and_line(
@@ -98,5 +98,5 @@ def test_nesting_without_end_is_refused_however_it_came() -> None:
         recipe_from_dict({"target": deep})
     with pytest.raises(PayloadError, match="nested more than 16 deep"):
         load_recipe("tiny-cpu", {"target": deep})
-    with pytest.raises(PayloadError, match="unknown key"):
+    with pytest.raises(PayloadError, match="there is no such key"):
         load_recipe("tiny-cpu", {"train." * 5000 + "steps": 1})

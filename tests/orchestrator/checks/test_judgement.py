@@ -7,6 +7,7 @@ Proxmox's configuration, for a container that no test has; ``faults.json`` holds
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.checks import Finding, Needs, Seen, judge, needs_of, worst
-from orchestrator.inventory import ContainerSettings, TorchPin
+from orchestrator.settings import ContainerSettings, TorchPin
 from payload.recipe import load_recipe
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -167,7 +168,7 @@ def test_only_the_gpus_of_the_run_need_to_be_free() -> None:
     ],
 )
 def test_the_driver_is_held_against_the_cuda_of_the_pin(backend: str, driver: str, severity: str) -> None:
-    pinned = EIGHT_GPUS.model_copy(update={"torch": TorchPin(backend=backend)})
+    pinned = replace(EIGHT_GPUS, torch=TorchPin(backend=backend))
     seen = recorded("eight-gpus")
     needs = needs_of(pinned, "200", load_recipe("qwen3-8b", {}))
     findings = judge(Seen({**seen.facts, "driver": driver}, seen.config), needs)
@@ -175,7 +176,7 @@ def test_the_driver_is_held_against_the_cuda_of_the_pin(backend: str, driver: st
 
 
 def test_the_port_of_the_inventorys_environment_is_the_one_that_is_tried() -> None:
-    port = EIGHT_GPUS.model_copy(update={"env": {"MASTER_PORT": "31000"}})
+    port = replace(EIGHT_GPUS, env={"MASTER_PORT": "31000"})
     assert needs_of(port, "200", load_recipe("qwen3-8b", {})).port == 31000
 
 

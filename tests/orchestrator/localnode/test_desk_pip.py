@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.inventory import IndexSettings, TorchPin, load_inventory
+from orchestrator.inventory import load_inventory
 from orchestrator.localnode import desk_pip, node
 from orchestrator.localnode.desk_pip import desk_index, desk_torch, torch_is_at_hand
 from orchestrator.localnode.provision import base_python
+from orchestrator.settings import IndexSettings, TorchPin
 
 USER_FILE = ".config/pip/pip.conf"
 
