@@ -163,7 +163,7 @@ def _is_missing(done: Completed) -> bool:
 
 
 class _Answer(dict[str, Any]):
-    """A verb's result, whose missing parts are the container's fault and not the desk's."""
+    """An object of a verb's answer, whose missing parts are the container's fault and not the desk's."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise RemoteError(f"The agent's answer lacks {name!r}.", "Deploy again, then try again.")
@@ -195,15 +195,15 @@ class _Replies:
 
     def _take(self, line: bytes) -> None:
         try:
-            reply = json.loads(line)
-        except ValueError:
+            reply = json.loads(line, object_hook=_Answer)
+        except (ValueError, RecursionError):
             return
         if not isinstance(reply, dict) or reply.get("nonce") != self._nonce:
             return
         if self.result is not None or self.error is not None:
             return
         if isinstance(reply.get("result"), dict):
-            self.result = _Answer(reply["result"])
+            self.result = reply["result"]
         elif isinstance(reply.get("error"), dict):
             self.error = reply["error"]
         elif "event" in reply:

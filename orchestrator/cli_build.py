@@ -65,11 +65,8 @@ def warmup(
         with console.step("venv") as report:
             built = build_venv(container, agent, report)
             report.outcome = f"venv {built.venv}"
-        release = agent.call("hello", {"release": None})["release"]
         with console.step("warmup") as report:
-            warmed = warm_up(
-                agent, report, release=str(release), venv=built.venv, recipe=resolved, prove=prove
-            )
+            warmed = warm_up(agent, report, release=release, venv=built.venv, recipe=resolved, prove=prove)
             report.outcome = str(warmed)
 
 

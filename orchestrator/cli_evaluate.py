@@ -21,7 +21,7 @@ from orchestrator.cli_options import (
 from orchestrator.console import Console
 from orchestrator.container import Container
 from orchestrator.errors import RemoteError, UsageError
-from orchestrator.evaluate import Question, refuse_beside_a_job, show_evaluation
+from orchestrator.evaluate import Question, show_evaluation
 from orchestrator.evaluate import evaluate as evaluate_drafter
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.recipes import changed_recipe, parse_overrides, recipe_of_run, resolve_recipe
@@ -73,12 +73,10 @@ def evaluate(
         own = recipe is None
         resolved = None if own else resolve_recipe(container.settings, recipe, override or ())
         if own and override:
-            _check_overrides(container, run, override)
+            run = _check_overrides(container, run, override)
         with deployed_step("evaluate", console, container) as (agent, report):
-            if not beside:
-                refuse_beside_a_job(agent)
             question = Question(
-                drafter=drafter or f"runs/{run or newest_run(agent)}",
+                drafter=drafter or (f"runs/{run}" if run else None),
                 checkpoint=checkpoint,
                 recipe=resolved,
                 overrides=parse_overrides(override or ()) if own else {},
@@ -95,14 +93,17 @@ def evaluate(
         show_evaluation(console, found)
 
 
-def _check_overrides(container: Container, run: str | None, override: list[str]) -> None:
+def _check_overrides(container: Container, run: str | None, override: list[str]) -> str | None:
     """Raises :class:`UsageError` for what does not fit a run's own recipe, before anything is brought there.
 
-    A run that cannot be looked at yet is left to the evaluation itself.
+    Returns the run that it looked at; None when the newest is meant and no release tells of it yet. A run that cannot
+    be looked at is left to the evaluation itself.
     """
     parse_overrides(override)
     try:
-        recipe = recipe_of_run(container, run or newest_run(Agent.current(container)))
+        run = run or newest_run(Agent.current(container))
+        recipe = recipe_of_run(container, run)
     except (NoAnswer, RemoteError):
-        return
+        return run
     changed_recipe(recipe, override)
+    return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from orchestrator.agent import Agent
 from orchestrator.console import Console, StepReport
 from orchestrator.errors import RefusedError
 from orchestrator.recipes import job_gpus
-from orchestrator.status import is_active, status
+from orchestrator.status import is_active, newest_of, status
 from payload.recipe import Recipe
 
 IDLE_TIMEOUT_S = 1800.0
@@ -21,8 +21,8 @@ IDLE_TIMEOUT_S = 1800.0
 class Question:
     """What is evaluated, and how. Paths are the container's; a relative one is below its root."""
 
-    drafter: str
-    """A run's folder, or that of an exported drafter."""
+    drafter: str | None = None
+    """A run's folder, or that of an exported drafter. None: the newest run's."""
     checkpoint: str = "newest"
     """Of a run: ``newest``, ``best``, or a step's number."""
     recipe: Recipe | None = None
@@ -40,14 +40,16 @@ class Question:
 def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bool = False) -> dict[str, Any]:
     """The answer of ``payload.evaluate``, computed with the venv in use.
 
-    Raises :class:`RefusedError` while a job runs in the container, unless ``beside`` it is asked for.
+    Raises :class:`RefusedError` while a job runs in the container, unless ``beside`` it is asked for, and
+    :class:`orchestrator.errors.UsageError` when the newest run is meant and there is none.
     """
+    runs = [] if beside and question.drafter else status(agent)["runs"]
     if not beside:
-        refuse_beside_a_job(agent)
+        _refuse_beside_a_job(agent, runs)
     settings = agent.container.settings
     gpu = [str(gpu) for gpu in job_gpus(settings)[:1]]
     request = {
-        "drafter": question.drafter,
+        "drafter": question.drafter or f"runs/{newest_of(agent, runs)}",
         "checkpoint": question.checkpoint,
         "overrides": dict(question.overrides),
         "temperature": question.temperature,
@@ -72,9 +74,9 @@ def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bo
     )
 
 
-def refuse_beside_a_job(agent: Agent) -> None:
+def _refuse_beside_a_job(agent: Agent, runs: Sequence[Mapping[str, Any]]) -> None:
     """Raises :class:`RefusedError` naming the active run: beside it both would be slow, or out of memory."""
-    for run in status(agent)["runs"]:
+    for run in runs:
         if is_active(run):
             place = agent.container.destination.make_arguments
             raise RefusedError(

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from orchestrator import told_names
 from orchestrator.agent import Agent
 from orchestrator.console import StepReport
 from orchestrator.container import Container, file_sha256
 from orchestrator.errors import RefusedError, RemoteError, UsageError
 from orchestrator.records import mark_fetched
+from orchestrator.told_names import told_path
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ def fetch(container: Container, agent: Agent, run_id: str, folder: Path, report:
 
     A checkpoint that the job removes meanwhile (it keeps the last few) is left out. Raises :class:`RemoteError` when
     a file's name would leave the folder or its bytes are not those listed, :class:`RefusedError` while another fetch
-    writes there, and :class:`UsageError` when the desk cannot write.
+    writes there, and :class:`UsageError` when ``run_id`` is none or the desk cannot write.
     """
+    if not told_names.RUN.fullmatch(run_id):
+        raise UsageError(f"{run_id}: not a run id.", "`status` lists the runs of a container.")
     home = folder / run_id
     listing = _listing(container, agent, run_id, report)
     total = sum(file.size for file in listing)
@@ -77,11 +81,7 @@ class _Listed:
 def _listing(container: Container, agent: Agent, run_id: str, report: StepReport) -> list[_Listed]:
     files = []
     for file in agent.call("files", {"run_id": run_id}, on_event=report.on_event)["files"]:
-        path = PurePosixPath(str(file["path"]))
-        if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise RemoteError(
-                f"{container} lists a file outside the run: {path}.", "Nothing of it was written."
-            )
+        path = told_path(file["path"], container)
         files.append(_Listed(path, int(file["size"]), str(file["sha256"])))
     return files
 

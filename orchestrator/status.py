@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator import told_names
 from orchestrator.agent import Agent
 from orchestrator.console import Console, StepReport, size_text
-from orchestrator.errors import UsageError
+from orchestrator.errors import RemoteError, UsageError
+from orchestrator.told_names import told_name
 
 ACTIVE_STATES = ("starting", "running", "stopping")
 
@@ -22,18 +24,31 @@ STOP_GRACE_S = 30.0
 
 
 def status(agent: Agent, run_id: str | None = None) -> dict[str, Any]:
-    """The container's runs (or one), what is deployed, disk and GPUs, as the agent sees them now."""
-    return agent.call("status", {"run_id": run_id}, timeout_s=60.0)
+    """The container's runs (or one), newest first, what is deployed, disk and GPUs, as the agent sees them now.
+
+    Raises :class:`RemoteError` for an answer whose runs are none.
+    """
+    found = agent.call("status", {"run_id": run_id}, timeout_s=60.0)
+    runs = found["runs"]
+    if not isinstance(runs, list) or not all(isinstance(run, Mapping) for run in runs):
+        raise RemoteError(f"{agent.container}: what `status` tells as its runs is no list of runs.")
+    for run in runs:
+        told_name(run["run_id"], told_names.RUN, "run", agent.container)
+    return found
 
 
 def newest_run(agent: Agent, *, active: bool = False) -> str:
-    """The id of the newest run, or of the one that is active. Raises :class:`UsageError` when there is none."""
-    runs = status(agent)["runs"]
-    ids = sorted(str(run["run_id"]) for run in runs if not active or is_active(run))
-    if not ids:
-        what = "no run is going on" if active else "there is no run yet"
-        raise UsageError(f"{agent.container}: {what}.", "`status` shows all runs, `train` starts one.")
-    return ids[-1]
+    """The id of the newest run, or of the newest that is active. Raises :class:`UsageError` when there is none."""
+    return newest_of(agent, status(agent)["runs"], active=active)
+
+
+def newest_of(agent: Agent, runs: Sequence[Mapping[str, Any]], *, active: bool = False) -> str:
+    """The same of what :func:`status` has told: the agent's order counts, not the clock of the desk that named them."""
+    for run in runs:
+        if not active or is_active(run):
+            return str(run["run_id"])
+    what = "no run is going on" if active else "there is no run yet"
+    raise UsageError(f"{agent.container}: {what}.", "`status` shows all runs, `train` starts one.")
 
 
 def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP_GRACE_S) -> dict[str, Any]:

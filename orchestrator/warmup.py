@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from orchestrator import told_names
 from orchestrator.agent import Agent
 from orchestrator.console import StepReport
 from orchestrator.container import file_sha256
+from orchestrator.told_names import told_name
 from orchestrator.wheelhouse import cache_folder
 from payload.recipe import Recipe
 
@@ -57,12 +59,12 @@ def warm_up(
     report.update("looking at the compile cache")
     result = ask(check=True)
     if result["compiled"] and not result["warm"]:
-        kept = kept_artifact(str(result["fingerprint"]))
+        kept = kept_artifact(_fingerprint(agent, result))
         result = ask(artifact=_send_artifact(agent, kept, report)) if kept.is_file() else ask()
     if result["compiled"]:
         _bring_artifact_home(agent, result, report)
     return Warmed(
-        cache=result["fingerprint"],
+        cache=_fingerprint(agent, result),
         compiled=bool(result["compiled"]),
         seconds=float(result.get("seconds", 0.0)),
         hits=int(result.get("hits", 0)),
@@ -70,6 +72,10 @@ def warm_up(
         reason=str(result.get("reason", "")),
         source=str(result.get("source", "")),
     )
+
+
+def _fingerprint(agent: Agent, result: Mapping[str, Any]) -> str:
+    return told_name(result["fingerprint"], told_names.FINGERPRINT, "compile cache", agent.container)
 
 
 def kept_artifact(fingerprint: str) -> Path:
@@ -88,11 +94,12 @@ def _send_artifact(agent: Agent, artifact: Path, report: StepReport) -> str:
 
 
 def _bring_artifact_home(agent: Agent, result: Mapping[str, Any], report: StepReport) -> None:
-    artifact, home = result["artifact"], kept_artifact(str(result["fingerprint"]))
+    artifact, fingerprint = result["artifact"], _fingerprint(agent, result)
+    home = kept_artifact(fingerprint)
     if home.is_file() and file_sha256(home) == artifact["sha256"]:
         return
     agent.container.download(
-        f"{agent.container.settings.root}/cache/{result['fingerprint']}/{PurePosixPath(artifact['path']).name}",
+        f"{agent.container.settings.root}/cache/{fingerprint}/{PurePosixPath(artifact['path']).name}",
         home,
         size=int(artifact["bytes"]),
         sha256=str(artifact["sha256"]),

@@ -28,6 +28,7 @@ PASSWORD = "pa55w0rd"
 HOSTILE = r"""#!/usr/bin/python3
 import json, sys
 nonce = json.loads(sys.stdin.readline())["nonce"]
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 mode, verb = open("/opt/hostile/mode").read().strip(), sys.argv[-1]
 def say(**fields):
     print(json.dumps({"nonce": nonce, **fields}), flush=True)
@@ -55,6 +56,9 @@ elif mode == "no log":
 elif mode == "paths":
     files = [{"path": path, "size": 1, "sha256": "0" * 64} for path in ("../../../escaped",)]
     say(result={"files": files, "runs": [{"run_id": "20260101-000000-abcdef", "state": "finished"}]})
+elif mode == "run ids":
+    files = [{"path": "authorized_keys", "size": 0, "sha256": EMPTY}]
+    say(result={"files": files, "runs": [{"run_id": "../../opt/hostile", "state": "finished"}]})
 """
 
 
@@ -316,6 +320,17 @@ def test_a_file_that_is_listed_outside_the_run_is_not_written(
     assert done.status == RemoteError.exit_status
     assert "lists a file outside the run" in done.text
     assert not list(tmp_path.rglob("escaped*"))
+
+
+def test_a_newest_run_whose_id_is_a_way_out_is_not_fetched(
+    hostile: Callable[[str], Desk], lxc: Lxc, tmp_path: Path
+) -> None:
+    lxc.run(["touch", "/opt/hostile/authorized_keys"])
+    done = hostile("run ids").run("fetch", "--to", str(tmp_path / "a" / "b"))
+    assert done.status == RemoteError.exit_status
+    assert "tells of a run '../../opt/hostile'" in done.text
+    assert not list(tmp_path.rglob("authorized_keys"))
+    assert not (tmp_path / "a").exists()
 
 
 def test_nothing_that_the_tool_makes_can_be_changed_by_others(desk: Desk, lxc: Lxc) -> None:
