@@ -26,7 +26,7 @@ from orchestrator.errors import RemoteError, UsageError
 from orchestrator.fetch import fetch as fetch_run
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.logs import LogEnd, show_logs
-from orchestrator.recipes import recipe_of_run, resolve_recipe
+from orchestrator.recipes import recipe_to_resume, resolve_recipe
 from orchestrator.records import RUN_ID
 from orchestrator.status import newest_run
 from orchestrator.status import status as container_status
@@ -60,8 +60,8 @@ def train(
     with open_container(console, host, ct, inventory) as container:
         if resume is not None and not RUN_ID.fullmatch(resume):
             raise UsageError(f"--resume {resume}: not a run id.", "`status` lists the runs of a container.")
-        if resume is not None and recipe is None and not override:
-            resolved = recipe_of_run(container, resume)
+        if resume is not None:
+            resolved = recipe_to_resume(container, resume, recipe, override or ())
         else:
             resolved = resolve_recipe(container.settings, recipe, override or ())
         prepared = prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -12,7 +12,13 @@ from orchestrator.container import Container
 from orchestrator.errors import UsageError
 from orchestrator.settings import ContainerSettings
 from payload.errors import PayloadError
-from payload.recipe import Recipe, load_recipe, recipe_from_dict
+from payload.recipe import (
+    MAY_CHANGE_IN_A_RESUME,
+    READ_BY_EVALUATION,
+    Recipe,
+    load_recipe,
+    recipe_from_dict,
+)
 
 
 def resolve_recipe(
@@ -51,6 +57,54 @@ def recipe_of_run(container: Container, run_id: str) -> Recipe:
         raise UsageError(error.message, "Name the recipe: RECIPE= (--recipe).") from None
 
 
+def recipe_to_resume(
+    container: Container, run_id: str, name: str | None = None, overrides: Sequence[str] = ()
+) -> Recipe:
+    """The recipe with which a run is gone on from: its own, or the one of that ``name``, with ``overrides``.
+
+    Raises :class:`UsageError` when that would compute something else than the run's own.
+    """
+    named = resolve_recipe(container.settings, name, overrides) if name is not None else None
+    try:
+        own = recipe_of_run(container, run_id)
+    except UsageError:
+        if named is None:
+            raise
+        # Of another version: the job itself compares what it computes.
+        return named
+    resumed = named or changed_recipe(own, overrides)
+    if changed := own.changes_for_a_resume(resumed):
+        raise UsageError(
+            f"RESUME={run_id} goes on exactly as that run would have, and {', '.join(changed)} would be another.",
+            f"Leave RECIPE= out, and of SET= all but {', '.join(MAY_CHANGE_IN_A_RESUME)}. To train its drafter "
+            f"otherwise, start a new run: make train RECIPE=… SET='train.from_pretrained=runs/{run_id} …' "
+            f"{container.destination.make_arguments}",
+        )
+    return resumed
+
+
+def refuse_unread_by_evaluation(overrides: Sequence[str]) -> None:
+    """Raises :class:`UsageError` for what an evaluation does not read, so that nobody believes it has an effect."""
+    unread = [key for key in _flat_keys(parse_overrides(overrides)) if not _is_read_by_evaluation(key)]
+    if unread:
+        raise UsageError(
+            f"Evaluating does not use {', '.join(unread)}: a drafter's shape comes with its weights.",
+            f"SET= may change {', '.join(READ_BY_EVALUATION)}.",
+        )
+
+
+def _flat_keys(values: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}.{below}" if below else key
+        for key, value in values.items()
+        for below in (value if isinstance(value, dict) and value else [""])
+    ]
+
+
+def _is_read_by_evaluation(key: str) -> bool:
+    return any(key == known or key.startswith(f"{known}.") for known in READ_BY_EVALUATION)
+
+
 def changed_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """``recipe`` with ``key=value`` overrides. Raises :class:`UsageError` for one that does not fit it."""
     try:
@@ -62,11 +116,13 @@ def changed_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """``key=value`` texts as values by key; a value is YAML. Raises :class:`UsageError`."""
     values: dict[str, Any] = {}
-    for override in overrides:
+    for override in _whole(overrides):
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise UsageError(
-                f"--set {override}: not of the form key=value.", "For example: --set train.steps=100"
+                f"--set {override}: not of the form key=value.",
+                'For example: --set train.steps=100, or SET="train.steps=100 optim.lr=3e-4" with make, where a space '
+                "inside a value needs brackets around it.",
             )
         try:
             values[key.strip()] = yaml.safe_load(text)
@@ -74,6 +130,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             # What looks like a date or has a tag is converted, and the conversion fails in its own ways.
             raise UsageError(f"--set {override}: {text!r} is not a YAML value.") from None
     return values
+
+
+def _whole(words: Sequence[str]) -> Iterator[str]:
+    """The overrides of make's words: one that leaves a bracket open goes on in the next, ``train.fp8=[head, mlp]``."""
+    opened = ""
+    for word in words:
+        opened = f"{opened} {word}" if opened else word
+        if all(opened.count(left) <= opened.count(right) for left, right in ("[]", "{}")):
+            yield opened
+            opened = ""
+    if opened:
+        yield opened
 
 
 def job_gpus(settings: ContainerSettings) -> list[int]:

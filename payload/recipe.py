@@ -21,6 +21,31 @@ from payload.yaml_reading import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 
+MAY_CHANGE_IN_A_RESUME = (
+    "name",
+    "compile",
+    "topology",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.eval_every",
+    "train.keep_last",
+    "train.prefetch",
+    "train.shard",
+    "train.on_recompile",
+    "train.assert_improves",
+)
+"""How a run is logged, kept, spread over ranks and judged; all else decides what it computes."""
+
+READ_BY_EVALUATION = (
+    "target",
+    "data.eval",
+    "data.eval_rows",
+    "data.max_length",
+    "train.seed",
+    "train.eval_max_new_tokens",
+)
+"""What of a recipe an evaluation reads: its drafter's shape comes with the weights."""
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -156,29 +181,34 @@ class Recipe:
         return plain
 
     def digest(self) -> str:
-        """16 hex digits naming what the recipe computes, however it is logged and spread over ranks.
+        """16 hex digits naming what the recipe computes, however it is logged and spread over ranks."""
+        return hashlib.sha256(json.dumps(self._computed(), sort_keys=True).encode()).hexdigest()[:16]
 
-        Of the topology only the number of micro-batches that all drafters together take a step counts.
-        """
+    def changes_for_a_resume(self, other: Recipe) -> list[str]:
+        """The keys in which ``other`` computes something else, so that it cannot go on from this one's checkpoint."""
+        here, there = _flat(self._computed()), _flat(other._computed())
+        return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+
+    def _computed(self) -> dict[str, Any]:
+        """What decides the result. Of the topology only the number of micro-batches of all drafters together counts."""
         plain = self.to_dict()
-        plain.pop("name")
-        plain.pop("compile")
         if plain["train"]["from_pretrained"] is None:
             # Runs from before there was a choice go on.
             plain["train"].pop("from_pretrained")
-        plain["train"]["accumulation"] *= len(plain.pop("topology")["drafters"])
-        for key in (
-            "log_every",
-            "checkpoint_every",
-            "eval_every",
-            "keep_last",
-            "prefetch",
-            "shard",
-            "on_recompile",
-            "assert_improves",
-        ):
-            plain["train"].pop(key)
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+        plain["train"]["accumulation"] *= len(self.topology.drafters)
+        for name in MAY_CHANGE_IN_A_RESUME:
+            section, _, key = name.rpartition(".")
+            (plain[section] if section else plain).pop(key)
+        return plain
+
+
+def _flat(plain: dict[str, Any]) -> dict[str, Any]:
+    """``{"train": {"steps": 1}}`` as ``{"train.steps": 1}``."""
+    return {
+        f"{section}.{key}": value
+        for section, values in plain.items()
+        for key, value in (values.items() if isinstance(values, dict) else ())
+    }
 
 
 def load_recipe(path_or_name: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -188,13 +218,13 @@ def load_recipe(path_or_name: str | Path, overrides: dict[str, Any] | None = Non
     keys and bad values.
     """
     path = Path(path_or_name)
-    if path.suffix not in (".yaml", ".yml"):
+    is_file_name = path.suffix in (".yaml", ".yml")
+    if not is_file_name:
         path = RECIPES / f"{path_or_name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml")))
-        raise PayloadError(
-            f"No recipe {path_or_name}.", hint=f"Name one of {known}, or a YAML file.", kind="usage"
-        )
+        missing = f"There is no file {path.absolute()}." if is_file_name else f"No recipe {path_or_name}."
+        raise PayloadError(missing, hint=f"Name one of {known}, or a YAML file.", kind="usage")
     faults: list[Fault] = []
     located = read_yaml(path, faults)
     if isinstance(located.value, dict) and "name" not in located.value:

@@ -177,3 +177,27 @@ def test_the_digest_changes_with_what_is_computed_and_not_with_how_it_is_watched
 def test_whatever_is_no_recipe_is_refused_with_words(value: Any) -> None:
     with pytest.raises(PayloadError):
         recipe_from_dict(value)
+
+
+def test_what_a_resume_may_change_is_all_that_its_digest_leaves_out() -> None:
+    own = load_recipe("tiny-cpu")
+    changes: dict[str, Any] = {
+        "name": "other",
+        "compile": "off",
+        "topology.targets": [0, 1],
+        "train.shard": "fsdp2",
+    }
+    changes |= {"train.on_recompile": "count", "train.assert_improves": False}
+    changes |= {
+        f"train.{key}": 7 for key in ("log_every", "checkpoint_every", "eval_every", "keep_last", "prefetch")
+    }
+    watched = load_recipe("tiny-cpu", changes)
+    assert own.changes_for_a_resume(watched) == []
+    assert own.digest() == watched.digest()
+    other = load_recipe("tiny-cpu", {"optim.lr": 1, "train.from_pretrained": "runs/a", **changes})
+    assert own.changes_for_a_resume(other) == ["optim.lr", "train.from_pretrained"]
+
+
+def test_a_recipe_file_that_is_not_there_is_called_a_file() -> None:
+    with pytest.raises(PayloadError, match=r"There is no file /.*/mine\.yaml\."):
+        load_recipe("mine.yaml")
