@@ -12,8 +12,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Callable, Deque, List, Mapping, Optional
+from typing import IO, Callable, Deque, List, Mapping, Optional, Tuple
 
+from payload.agent.interruption import signals_noted
 from payload.agent.processes import become_subreaper, descendants, end, open_handle
 from payload.errors import PayloadError
 
@@ -60,35 +61,8 @@ def run_child(
     included; should the agent be killed, the kernel kills the program. Raises NotRun when it cannot be run.
     """
     become_subreaper()
-    failure, failure_writer = os.pipe()
-    command = [sys.executable, "-I", "-S", "-B", str(_LEASH), str(os.getpid()), str(failure_writer), *argv]
     outcome = Outcome()
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            cwd=folder,
-            start_new_session=True,
-            pass_fds=(failure_writer,),
-        )
-    except BaseException:
-        os.close(failure)
-        raise
-    finally:
-        os.close(failure_writer)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    stdin, handle = process.stdin, open_handle(process.pid)
-
-    def feed() -> None:
-        with contextlib.suppress(BrokenPipeError):
-            stdin.write(request)
-        with contextlib.suppress(BrokenPipeError):
-            stdin.close()
+    failures: List[BaseException] = []
 
     def keep_stderr(line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
@@ -96,28 +70,26 @@ def run_child(
             outcome.stderr_tail.append(text)
         on_stderr(line)
 
-    failures: List[BaseException] = []
-    threads = [
-        threading.Thread(target=feed, daemon=True),
-        _reader(process.stdout, on_stdout, failures),
-        _reader(process.stderr, keep_stderr, failures),
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while process.poll() is None and not failures:
-            if deadline is not None and time.monotonic() >= deadline:
-                outcome.timed_out = True
-                break
-            _wait(process, handle, _POLL_S)
-    finally:
-        end(lambda: descendants(os.getpid()), _END_GRACE_S)
-        process.wait()
-        if handle is not None:
-            os.close(handle)
-        with os.fdopen(failure, "rb") as why:
-            reason = why.read().decode("utf-8", "replace")
+    # Nothing may cut the ending short: what it has not killed by then would stay.
+    with signals_noted() as signals:
+        process, complaint = _spawn(argv, environment, folder)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        threads = [
+            _writer(process.stdin, request),
+            _reader(process.stdout, on_stdout, failures),
+            _reader(process.stderr, keep_stderr, failures),
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            outcome.timed_out = not _wait(process, timeout_s, lambda: bool(failures or signals))
+        finally:
+            end(lambda: descendants(os.getpid()), _END_GRACE_S)
+            process.wait()
+            with os.fdopen(complaint, "rb") as why:
+                reason = why.read().decode("utf-8", "replace")
     for thread in threads:
         thread.join()
     if failures:
@@ -128,13 +100,60 @@ def run_child(
     return outcome
 
 
-def _wait(process: subprocess.Popen[bytes], handle: Optional[int], timeout_s: float) -> None:
-    """Wait for its end, at most ``timeout_s``. By the handle it is noticed at once, by polling within 50 ms."""
-    if handle is not None:
-        select.select([handle], [], [], timeout_s)
-        return
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout_s)
+def _spawn(
+    argv: List[str], environment: Mapping[str, str], folder: Path
+) -> Tuple[subprocess.Popen[bytes], int]:
+    """Start ``argv`` on the leash. Also returns the descriptor on which the leash says why it cannot be run."""
+    complaint, writer = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(_LEASH), str(os.getpid()), str(writer), *argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,
+            pass_fds=(writer,),
+        )
+    except BaseException:
+        os.close(complaint)
+        raise
+    finally:
+        os.close(writer)
+    return process, complaint
+
+
+def _wait(
+    process: subprocess.Popen[bytes], timeout_s: Optional[float], interrupted: Callable[[], bool]
+) -> bool:
+    """Wait for its end, or until ``interrupted`` says so; False when neither came within ``timeout_s``."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    handle = open_handle(process.pid)
+    try:
+        while process.poll() is None and not interrupted():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            if handle is not None:
+                # By the handle its end is noticed at once, by polling within 50 ms.
+                select.select([handle], [], [], _POLL_S)
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_S)
+        return True
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _writer(stream: IO[bytes], data: bytes) -> threading.Thread:
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            stream.write(data)
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+
+    return threading.Thread(target=write, daemon=True)
 
 
 def _reader(

@@ -62,6 +62,19 @@ MODULES = {
         Path(os.environ["PIDS"] + ".module").write_text(str(os.getpid()))
         time.sleep(600)
     """,
+    "talks": """
+        import json, os, signal, sys, time
+        from pathlib import Path
+        nonce = json.loads(sys.stdin.readline())["nonce"]
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.setsid()
+            Path(os.environ["PIDS"]).write_text(str(os.getpid()))
+            time.sleep(600)
+        while True:
+            print(json.dumps({"nonce": nonce, "event": "progress", "message": "still here"}), flush=True)
+            time.sleep(0.01)
+    """,
     "forges": """
         import json, sys
         line = json.loads(sys.stdin.readline())
