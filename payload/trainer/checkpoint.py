@@ -22,6 +22,7 @@ from payload.data.sealed import open_sealed, sealed_folder
 from payload.drafter.checkpoint import save_drafter
 from payload.drafter.config import DrafterConfig
 from payload.errors import PayloadError
+from payload.trainer.shards import whole_tensor
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -43,7 +44,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds in memory: ``weights`` (fp32 masters), ``optimizer`` state, and progress."""
+    """What a checkpoint holds in memory: ``weights`` (fp32 masters), ``optimizer`` state, and progress.
+
+    Tensors may be sharded over the drafters until they are copied.
+    """
 
     progress: Progress
     weights: dict[str, torch.Tensor]
@@ -52,13 +56,20 @@ class Snapshot:
     def copied(self, into: Snapshot | None = None) -> Snapshot:
         """The same in memory of the host that training does not write to: that of the copy ``into``, if there is one.
 
-        Memory that is used again needs no page of it made anew, which takes longer than the copy itself.
+        Memory that is used again needs no page of it made anew, which takes longer than the copy itself. Sharded
+        tensors are gathered one after the other, so that no device ever holds two of them whole; the other drafters
+        must call ``help_to_copy`` then.
         """
         weights = _copies(self.weights, into.weights if into is not None else {})
         optimizer = _copies(self.optimizer, into.optimizer if into is not None else {})
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return Snapshot(self.progress, weights, optimizer)
+
+    def help_to_copy(self) -> None:
+        """Take part in the gathering for the one drafter that copies."""
+        for tensor in (*self.weights.values(), *self.optimizer.values()):
+            whole_tensor(tensor)
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
@@ -240,7 +251,8 @@ def _copies(tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> 
         own = into.get(name)
         if own is None:
             own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = own.copy_(tensor.detach(), non_blocking=True)
+        # No name for the whole tensor: it would keep it while the next one is gathered.
+        copies[name] = own.copy_(whole_tensor(tensor.detach()), non_blocking=True)
     return copies
 
 

@@ -166,9 +166,10 @@ class DrafterSide:
 
     def _checkpoint(self) -> None:
         run = self._run
-        weights = self._program.full_state()
-        optimizer = self._program.optimizer.state_tensors()
+        weights, optimizer = self._program.drafter.state_dict(), self._program.optimizer.state_tensors()
+        newest = Snapshot(self.progress, weights, optimizer)
         if self._report is None:
+            newest.help_to_copy()
             return
         card = model_card(
             run.config,
@@ -184,7 +185,7 @@ class DrafterSide:
         checkpoints = run.run_dir / "checkpoints"
         # The copy before may still be written from, and its memory is used again.
         self._writer.finish()
-        snapshot = self._copy = Snapshot(self.progress, weights, optimizer).copied(self._copy)
+        snapshot = self._copy = newest.copied(self._copy)
 
         def write() -> None:
             folder = write_checkpoint(checkpoints, snapshot, run.config, card)

@@ -14,6 +14,7 @@ from payload.acceptance import Acceptance
 from payload.drafter.checkpoint import EXPORT_DTYPE, tensor_shapes
 from payload.trainer.program import DrafterProgram
 from payload.trainer.run import Run
+from payload.trainer.shards import whole_tensor
 
 
 class Evaluator(Protocol):
@@ -29,24 +30,39 @@ def evaluate_everywhere(
 
     Called by all ranks; returns the result on all of them, None when a stop cut it short.
     """
-    state = program.full_state() if program is not None else {}
     lead = run.ranks.rank == run.roles.lead_drafter
     result = None
+    weights = _brought_to_targets(run, program)
+    if side is not None:
+        result = side.evaluate(weights, compare_plain)
     if side is not None or lead:
-        sent = {
-            name: state[name].to(run.ranks.device, EXPORT_DTYPE).to(run.shape.dtype)
-            if lead
-            else torch.empty(shape, device=run.ranks.device, dtype=run.shape.dtype)
-            for name, shape in tensor_shapes(run.config).items()
-        }
-        if run.groups.evaluation is not None:
-            for tensor in sent.values():
-                dist.broadcast(tensor, src=run.roles.lead_drafter, group=run.groups.evaluation)
-        result = side.evaluate(sent, compare_plain) if side is not None else None
         result = _from(run.roles.lead_target, result, run.groups.evaluation)
     if program is not None:
         result = _from(run.roles.lead_drafter, result, run.groups.drafters)
     return result
+
+
+def _brought_to_targets(run: Run, program: DrafterProgram | None) -> dict[str, torch.Tensor]:
+    """The drafter's weights as they are exported, in the target's type, on every target; empty elsewhere.
+
+    One after the other, so that no drafter ever holds more than one whole tensor of what it has a part of.
+    """
+    rank, device = run.ranks.rank, run.ranks.device
+    lead, is_target = rank == run.roles.lead_drafter, rank in run.roles.targets
+    state = program.drafter.state_dict() if program is not None else {}
+    brought = {}
+    for name, shape in tensor_shapes(run.config).items():
+        # All drafters take part in gathering, though the lead alone has use for it.
+        exported = whole_tensor(state[name]).to(device, EXPORT_DTYPE).to(run.shape.dtype) if state else None
+        if not (is_target or lead):
+            continue
+        if not lead or exported is None:
+            exported = torch.empty(shape, device=device, dtype=run.shape.dtype)
+        if run.groups.evaluation is not None:
+            dist.broadcast(exported, src=run.roles.lead_drafter, group=run.groups.evaluation)
+        if is_target:
+            brought[name] = exported
+    return brought
 
 
 def _from(rank: int, result: Acceptance | None, group: dist.ProcessGroup | None) -> Acceptance | None:

@@ -6,22 +6,21 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from payload.recipe import OptimSpec
+from payload.trainer.shards import part_like, whole_tensor
 
 
 class MasterAdamW:
     """AdamW over fp32 parameters; moments are fp32 too.
 
     Weight decay applies to matrices alone, not to norms. Nothing waits for the device: dividing by the total weight,
-    clipping and skipping are tensors that the fused kernel reads.
+    clipping and skipping are tensors that the fused kernel reads, which works on shards as on whole parameters.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optim: OptimSpec, sharded: bool = False) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], optim: OptimSpec) -> None:
         self.parameters = list(parameters)
         self._clip = optim.clip
-        self._sharded = sharded
         matrices = [parameter for parameter in self.parameters if parameter.dim() > 1]
         vectors = [parameter for parameter in self.parameters if parameter.dim() <= 1]
         self._adamw = torch.optim.AdamW(
@@ -32,8 +31,7 @@ class MasterAdamW:
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
-            fused=not sharded,
-            foreach=sharded,
+            fused=True,
         )
 
     def step(self, lr: float, unit: torch.Tensor) -> torch.Tensor:
@@ -49,40 +47,24 @@ class MasterAdamW:
         usable = torch.isfinite(norm) & (unit > 0)
         # Gradients of magnitude ``unit`` are divided by this scale inside the update.
         scale = torch.where(usable, unit * (norm / self._clip).clamp(min=1.0), 1.0).float()
-        if self._sharded:
-            if usable.item():
-                torch._foreach_div_(gradients, scale)
-                self._adamw.step()
-        else:
-            # What torch.amp.GradScaler hands to fused optimizers: divide by one, skip by the other.
-            self._adamw.grad_scale = scale  # type: ignore[attr-defined]
-            self._adamw.found_inf = (~usable).float()  # type: ignore[attr-defined]
-            self._adamw.step()
+        # What torch.amp.GradScaler hands to fused optimizers: divide by one, skip by the other.
+        self._adamw.grad_scale = scale  # type: ignore[attr-defined]
+        self._adamw.found_inf = (~usable).float()  # type: ignore[attr-defined]
+        self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Moments and step counts by parameter index, as ``load_state_tensors`` takes them.
-
-        Whole tensors, gathered when the parameters are sharded: then a collective of all drafters.
-        """
-        tensors: dict[str, torch.Tensor] = {}
-        for index, parameter in enumerate(self.parameters):
-            for name, value in self._adamw.state.get(parameter, {}).items():
-                tensors[f"{index}.{name}"] = whole_tensor(value)
-        return tensors
+        """Moments and step counts by parameter index; moments are sharded as the parameters are."""
+        return {
+            f"{index}.{name}": value
+            for index, parameter in enumerate(self.parameters)
+            for name, value in self._adamw.state.get(parameter, {}).items()
+        }
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over what ``state_tensors`` gave, bit for bit."""
+        """Take over what ``state_tensors`` gave, bit for bit, as whole tensors."""
         for key, value in tensors.items():
             index, name = key.split(".", 1)
             parameter = self.parameters[int(index)]
-            own = value.to(parameter.device)
-            if isinstance(parameter, DTensor) and own.shape == parameter.shape:
-                own = distribute_tensor(own, parameter.device_mesh, parameter.placements)
-            self._adamw.state[parameter][name] = own
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is, or gathered from its shards: then a collective of those that hold them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            self._adamw.state[parameter][name] = part_like(value, parameter)

@@ -30,7 +30,8 @@ from payload.errors import PayloadError
 from payload.places import place, place_or_hub_name
 from payload.recipe import Recipe
 from payload.target import Target, random_model
-from payload.trainer.optimizer import MasterAdamW, whole_tensor
+from payload.trainer.optimizer import MasterAdamW
+from payload.trainer.shards import shard
 from payload.trainer.transfer import Supply, SupplyShape
 
 Role = Literal["target", "drafter", "both"]
@@ -90,18 +91,19 @@ class DrafterProgram:
             recipe.train.batch_size * recipe.train.num_anchors * (drafter.config.block_size - 1)
         )
         self._generator = torch.Generator(device=self.device)
-        self._sharded = group is not None and recipe.train.shard == "fsdp2"
+        self._sharded = False
         self._module: nn.Module = drafter
-        if compiled and not self._sharded:
+        if group is not None and recipe.train.shard == "fsdp2":
+            self._sharded = True
+            shard(drafter, group, self.device, compiled)
+        elif compiled:
             drafter.compile(dynamic=False, fullgraph=True)
-        if self._sharded:
-            _shard(drafter, group, self.device, compiled)
-        elif group is not None:
+        if group is not None and not self._sharded:
             # A compiled drafter stays the one graph that warm-up compiled: torch would cut it at the bounds of DDP's
             # buckets, and some versions refuse to cut a graph with flex_attention in it.
             torch._dynamo.config.optimize_ddp = False
             self._module = DistributedDataParallel(drafter, process_group=group, gradient_as_bucket_view=True)
-        self.optimizer = MasterAdamW(drafter.parameters(), recipe.optim, sharded=self._sharded)
+        self.optimizer = MasterAdamW(drafter.parameters(), recipe.optim)
 
     def accumulate(self, supply: Supply, micro_batch: int, last: bool) -> torch.Tensor:
         """Add the gradient of one micro-batch; reduce gradients over the drafters when it is the step's last.
@@ -144,11 +146,6 @@ class DrafterProgram:
         # Gradients were averaged over the drafters and divided by the nominal weight.
         unit = totals[1] / (self.drafters * self._nominal)
         return self.optimizer.step(lr, unit)
-
-    def full_state(self) -> dict[str, torch.Tensor]:
-        """The drafter's whole state dict, gathered when it is sharded: then a collective of all drafters."""
-        state = self.drafter.state_dict()
-        return {name: whole_tensor(tensor) for name, tensor in state.items()}
 
     def _synchronize(self, last: bool) -> None:
         if isinstance(self._module, DistributedDataParallel):
@@ -322,19 +319,3 @@ def _target_dtype(recipe: Recipe, target_config: Any) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, recipe.target.dtype)
         return dtype
     return getattr(target_config, "dtype", None) or torch.float32
-
-
-def _shard(
-    drafter: DFlashDrafter, group: dist.ProcessGroup | None, device: torch.device, compiled: bool
-) -> None:
-    """Shard by FSDP2: layer by layer; as a whole when compiled, since its one graph holds nothing that gathers."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    assert group is not None
-    mesh = DeviceMesh.from_group(group, device.type)
-    for layer in drafter.layers if not compiled else ():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(drafter, mesh=mesh)
-    if compiled:
-        drafter.forward = torch.compile(drafter.forward, dynamic=False, fullgraph=True)  # type: ignore[method-assign]

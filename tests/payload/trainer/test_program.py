@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -81,14 +80,6 @@ def test_norms_of_a_bf16_run_move_by_less_than_bf16_can_tell() -> None:
     moved = (program.drafter.norm.weight - 1).abs()
     assert program.drafter.norm.weight.dtype == torch.float32
     assert ((moved > 0) & (moved < 1e-4)).all()
-
-
-@pytest.fixture
-def alone_in_a_group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_gradients_are_reduced_once_a_step_however_many_micro_batches(
