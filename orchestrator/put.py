@@ -11,7 +11,7 @@ from orchestrator.console import StepReport
 from orchestrator.container import Container, file_sha256
 from orchestrator.errors import UsageError
 from orchestrator.remote_files import Entry, entries, hashes, remove, resolved, set_executable
-from payload.agent.layout import PARTIAL_PREFIX, Layout
+from payload.agent.layout import OWN, PARTIAL_PREFIX
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,7 @@ def _place(root: str, to: str) -> PurePosixPath:
         relative = relative.relative_to(root)
     if not relative.parts or ".." in relative.parts or "\0" in to:
         raise UsageError(f"{to!r} is no place below the container's root.", "For example: data/train.jsonl.")
-    layout = Layout.at(root)
-    kept = (
-        layout.releases, layout.current, layout.venvs, layout.venv_link, layout.caches, layout.uv_cache, layout.runs,
-        layout.locks, layout.incoming,
-    )  # fmt: skip
-    if relative.parts[0] in {path.name for path in kept}:
+    if relative.parts[0] in OWN:
         raise UsageError(
             f"{relative.parts[0]}/ below {root} belongs to the tool.",
             "For example: data/train.jsonl, models/mine.",

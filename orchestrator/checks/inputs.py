@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from orchestrator.checks.model import Finding, Needs, Seen, gib, mapping, mappings, number, text
+from payload.agent.layout import OWN
 
 
 def target(seen: Seen, needs: Needs) -> Iterator[Finding]:
@@ -120,7 +121,7 @@ def _bring(needs: Needs, what: str, names: list[str], other: str) -> str:
         fixes.append(
             f"make put FILE={what} TO={shlex.quote(place)} {needs.place}".rstrip()
             if place
-            else f"bring {name} there (`make put` does not: it is not below {needs.root}, or a run's)"
+            else f"bring {name} there (`make put` does not: it is not below {needs.root}, or the tool's own)"
         )
     return "; ".join(fixes) + f"   (or name another: SET='{other}')"
 
@@ -130,7 +131,7 @@ def _below_root(needs: Needs, name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute():
         path = path.relative_to(needs.root) if path.is_relative_to(needs.root) else PurePosixPath("..")
-    out = ".." in path.parts or name.startswith("~") or path.parts[:1] in ((), ("runs",))
+    out = ".." in path.parts or name.startswith("~") or not path.parts or path.parts[0] in OWN
     return "" if out else str(path)
 
 

@@ -36,7 +36,7 @@ def venv_environment(layout: Layout, venv: str, release: str, cache: Optional[st
 
     Both compile caches are set in any case: without them torch would compile into /tmp, or fail.
     """
-    folder = layout.cache(cache) if cache else layout.root / "uncached"
+    folder = layout.cache(cache) if cache else layout.uncached
     environment = base_environment()
     environment["PATH"] = f"{layout.venv(venv) / 'bin'}:{environment['PATH']}"
     environment.update(

@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Set
 
 from payload.errors import PayloadError
 
 PARTIAL_PREFIX = ".dflash-partial-"
 """How the name of a file begins that is on its way from the desk: it lies beside its place, wherever that is."""
+
+OWN = (
+    "releases", "current", "venvs", "venv", "cache", "uv-cache", "runs", "locks", "incoming", "tools", "wheelhouse",
+    "python", "uncached", "answers", "features", "targets",
+)  # fmt: skip
+"""All that is made below the root for the tool itself. Every other name there is the user's."""
 
 _CONTENT_NAME = re.compile(r"[0-9a-f]{16}")
 _FREE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -82,6 +89,46 @@ class Layout:
     @property
     def incoming(self) -> Path:
         return self.root / "incoming"
+
+    @property
+    def tools(self) -> Path:
+        """uv, as the desk sent it."""
+        return self.root / "tools"
+
+    @property
+    def wheelhouse(self) -> Path:
+        """Wheels that the desk sent."""
+        return self.root / "wheelhouse"
+
+    @property
+    def python(self) -> Path:
+        """Interpreters that uv fetched."""
+        return self.root / "python"
+
+    @property
+    def uncached(self) -> Path:
+        """Where torch compiles what belongs to no compile cache."""
+        return self.root / "uncached"
+
+    @property
+    def answers(self) -> Path:
+        """A target's answers to training prompts (``data.regenerate``), used again by later runs."""
+        return self.root / "answers"
+
+    @property
+    def features(self) -> Path:
+        """A target's features of training rows (``data.features: offline``), used again by later runs."""
+        return self.root / "features"
+
+    @property
+    def targets(self) -> Path:
+        """The demo's target."""
+        return self.root / "targets"
+
+    @property
+    def own(self) -> Set[Path]:
+        """The paths of :data:`OWN`."""
+        return {self.root / name for name in OWN}
 
     def release(self, name: str) -> Path:
         return self.releases / _checked(name, _CONTENT_NAME, "release")

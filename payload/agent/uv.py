@@ -177,7 +177,7 @@ class Uv:
             UV_CACHE_DIR=str(self.layout.uv_cache),
             UV_HTTP_TIMEOUT=str(self.sources.timeout_s),
             UV_PYTHON_DOWNLOADS="automatic" if self.python_downloads else "never",
-            UV_PYTHON_INSTALL_DIR=str(self.layout.root / "python"),
+            UV_PYTHON_INSTALL_DIR=str(self.layout.python),
             NO_COLOR="1",
         )
         settings = {
@@ -213,7 +213,7 @@ class Uv:
 
     def _close_locks(self) -> None:
         """Take from others the right to write uv's lock files, which it gives them whatever the umask is."""
-        locks = [*self.layout.venvs.glob("*/.lock"), *(self.layout.root / "python").glob(".lock")]
+        locks = [*self.layout.venvs.glob("*/.lock"), *self.layout.python.glob(".lock")]
         for folder, folders, names in os.walk(self.layout.uv_cache):
             # The unpacked packages: many files, no locks.
             folders[:] = [name for name in folders if not name.startswith("archive-")]

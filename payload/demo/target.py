@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from payload.agent.layout import Layout
 from payload.data.rows import Row
 from payload.data.sealed import open_sealed, sealed_folder
 from payload.data.tokens import Example, encode_row
@@ -71,7 +72,7 @@ def ensure_demo_target(
 
     Raises ``PayloadError`` when ``should_stop`` says so before the training is over; nothing is kept then.
     """
-    folder = root / "targets" / target_name(steps)
+    folder = Layout(root).targets / target_name(steps)
     if folder.is_dir():
         try:
             open_sealed(folder)

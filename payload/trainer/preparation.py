@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from payload.agent.layout import Layout
 from payload.data.answers import read_answers
 from payload.data.feature_cache import FeatureShape, RowFeatures, write_feature_cache
 from payload.data.prepared import PackedRows, Preparation, prepare
@@ -111,7 +112,7 @@ def prepare_run(
 def _answers_file(recipe: Recipe, spec: TargetSpec, weights_sha256: str, root: Path) -> Path:
     asked = [list(recipe.data.train), recipe.data.train_rows, vars(generation_settings(recipe))]
     key = json.dumps([vars(spec), weights_sha256, *asked], sort_keys=True)
-    return root / "answers" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
+    return Layout(root).answers / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
 
 
 def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
@@ -140,7 +141,8 @@ def ensure_features(
     )
     whose = [vars(recipe.target), weights_digest(target.model)]
     key = [file_sha256(packed), *whose, list(program.layer_ids), vars(shape)]
-    folder = root / "features" / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Layout(root).features / name
     if (folder / MANIFEST).is_file():
         say(f"features: using {folder}")
         return folder

@@ -19,7 +19,7 @@ from orchestrator.errors import UsageError
 from orchestrator.inventory import load_inventory, resolve
 from orchestrator.localnode.node import NodeInfo
 from orchestrator.put import _place
-from payload.agent.layout import PARTIAL_PREFIX
+from payload.agent.layout import OWN, PARTIAL_PREFIX
 from tests.orchestrator.test_cli import assert_one_paragraph, orchestrator
 from tests.payload.agent.container import until
 
@@ -53,7 +53,7 @@ def test_a_folder_arrives_file_by_file_and_only_what_changed_is_sent_again(
     ("to", "problem"),
     [
         ("runs/x", "belongs to the tool"),
-        ("current", "belongs to the tool"),
+        *((name, "belongs to the tool") for name in OWN),
         ("../etc/passwd", "no place below"),
         ("/etc/passwd", "not below the container's root"),
         ("", "no place below"),
