@@ -38,6 +38,14 @@ Role = Literal["target", "drafter", "both"]
 
 DEMO_MASK_TOKEN = 3
 
+_FLOAT16_NOMINAL = 16.0
+"""What losses are divided by before the backward pass of a float16 run, whose type holds 6e-5 to 65,504 in full.
+
+A hidden state's gradient is of the size of the head's weights, 0.01, and less where a slot weighs little or is right
+already; a weight's gradient is the sum over ten thousands of tokens. A sixteenth leaves both room. Division by the
+number of slots, which other types take, would leave the first 1e-7.
+"""
+
 
 @dataclass(frozen=True)
 class TargetProgram:
@@ -87,9 +95,8 @@ class DrafterProgram:
         self._loss_config = LossConfig(
             kind=recipe.loss.kind, gamma=recipe.loss.gamma, dpace_alpha=recipe.loss.dpace_alpha
         )
-        self._nominal = float(
-            recipe.train.batch_size * recipe.train.num_anchors * (drafter.config.block_size - 1)
-        )
+        slots = recipe.train.batch_size * recipe.train.num_anchors * (drafter.config.block_size - 1)
+        self._nominal = _FLOAT16_NOMINAL if embedding_weight.dtype == torch.float16 else float(slots)
         self._generator = torch.Generator(device=self.device)
         self._sharded = False
         self._module: nn.Module = drafter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -27,6 +28,28 @@ def less_supervised(supply: Supply, share: float) -> Supply:
         supply.batch.input_ids, mask, supply.batch.document_ids, supply.batch.position_ids
     )
     return Supply(batch, supply.features, supply.teacher)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_step_with_many_slots_are_as_exact_as_the_type_of_the_features(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    recipe = small_recipe(train__num_anchors=1024)
+    weights = 0.02 * torch.randn(CONFIG.vocab_size, CONFIG.hidden_size)
+    drafter, supply = DFlashDrafter(CONFIG), small_supply(1)
+
+    def gradient(of: torch.dtype) -> torch.Tensor:
+        program = DrafterProgram(recipe, copy.deepcopy(drafter), weights.to(of), weights.to(of))
+        sums = program.accumulate(supply._replace(features=supply.features.to(of)), 0, last=True)
+        unit = sums[1] / program._nominal
+        return torch.cat(
+            [(p.grad / unit).flatten() for p in program.optimizer.parameters if p.grad is not None]
+        )
+
+    exact = gradient(torch.float32)
+    error = (gradient(dtype) - exact).norm() / exact.norm()
+    assert error < 4 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("kind", ["ce", "dpace"])
