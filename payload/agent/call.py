@@ -9,6 +9,7 @@ from payload.agent.child import run_child
 from payload.agent.environment import checked_environment, venv_environment
 from payload.agent.layout import Layout, active_name, checked_module
 from payload.agent.protocol import PROTOCOL, Events, Json, Request
+from payload.agent.usage import using
 from payload.errors import PayloadError
 
 _KINDS = {"usage", "failed", "refused", "busy"}
@@ -56,15 +57,16 @@ def call(request: Request, events: Events) -> Json:
         elif isinstance(message.get("result"), dict) or isinstance(message.get("error"), dict):
             final.update(message)
 
-    outcome = run_child(
-        [str(python), "-m", module],
-        environment=environment,
-        folder=layout.root,
-        request=line,
-        on_stdout=relay,
-        on_stderr=_to_stderr,
-        timeout_s=timeout_s,
-    )
+    with using(layout.release(release), layout.venv(venv)):
+        outcome = run_child(
+            [str(python), "-m", module],
+            environment=environment,
+            folder=layout.root,
+            request=line,
+            on_stdout=relay,
+            on_stderr=_to_stderr,
+            timeout_s=timeout_s,
+        )
     tail = "\n".join(outcome.stderr_tail)
     if outcome.timed_out:
         raise PayloadError(f"{module} did not end within {timeout_s:.0f} s and was stopped", tail)

@@ -24,8 +24,7 @@ def prune(request: Request, events: Events) -> Json:
     """Verb: keep what is in use, what any run pins, and the newest ``keep`` of releases and of venvs.
 
     Runs and compile caches are never removed, and neither is what a verb that is at work uses: it is named in a note.
-    Raises PayloadError of kind ``busy`` while a release or a venv is
-    being made or a run is being started.
+    Raises PayloadError of kind ``busy`` while a release or a venv is being made or a run is being started.
     """
     layout = Layout.at(request.root)
     keep = request.get("keep", int)

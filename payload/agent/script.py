@@ -11,12 +11,13 @@ import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict, List, Tuple
 
 from payload.agent.child import NotRun, run_child
 from payload.agent.environment import base_environment, venv_environment
 from payload.agent.layout import Layout, active_name
 from payload.agent.protocol import Events, Json, Request
+from payload.agent.usage import using
 from payload.errors import PayloadError
 
 _PIECE_BYTES = 1024 * 1024
@@ -35,7 +36,7 @@ def script(request: Request, events: Events) -> Json:
     layout = Layout.at(request.root)
     arguments = _arguments(request)
     timeout_s = request.get("timeout_s", float)
-    environment = _environment(layout, in_venv=bool(request.get("venv", bool)))
+    environment, used = _environment(layout, in_venv=bool(request.get("venv", bool)))
     folder = layout.incoming / f"script-{secrets.token_hex(8)}"
     program = folder / _file_name(request.need("name", str))
     content = _content(request)
@@ -43,14 +44,15 @@ def script(request: Request, events: Events) -> Json:
     try:
         with os.fdopen(os.open(program, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "wb") as file:
             file.write(content)
-        outcome = run_child(
-            [str(program), *arguments],
-            environment=environment,
-            folder=folder,
-            on_stdout=lambda line: _output(events, "stdout", line),
-            on_stderr=lambda line: _output(events, "stderr", line),
-            timeout_s=timeout_s,
-        )
+        with using(folder, *used):
+            outcome = run_child(
+                [str(program), *arguments],
+                environment=environment,
+                folder=folder,
+                on_stdout=lambda line: _output(events, "stdout", line),
+                on_stderr=lambda line: _output(events, "stderr", line),
+                timeout_s=timeout_s,
+            )
     except NotRun as error:
         raise _not_run(program.name, content, error.reason) from None
     finally:
@@ -113,10 +115,11 @@ def _content(request: Request) -> bytes:
     return content
 
 
-def _environment(layout: Layout, *, in_venv: bool) -> Dict[str, str]:
+def _environment(layout: Layout, *, in_venv: bool) -> Tuple[Dict[str, str], List[Path]]:
+    """The script's environment, and the folders that it uses by it."""
     if not in_venv:
-        return base_environment()
+        return base_environment(), []
     venv, release = active_name(layout.venv_link), active_name(layout.current)
     if venv is None or release is None:
         raise PayloadError("no venv is in use in this container", "Run `venv` first.", kind="refused")
-    return venv_environment(layout, venv, release, None)
+    return venv_environment(layout, venv, release, None), [layout.venv(venv), layout.release(release)]

@@ -21,6 +21,7 @@ from payload.agent.layout import Layout
 from payload.agent.locks import hold
 from payload.agent.pins import TorchPin, check, requirement_lines, venv_name
 from payload.agent.protocol import Events, Json, Request
+from payload.agent.usage import unused
 from payload.agent.uv import Sources, Uv
 from payload.errors import PayloadError
 
@@ -64,7 +65,14 @@ def venv(request: Request, events: Events) -> Json:
         created = record is None
         if record is None:
             _refuse_if_in_use(layout, target)
-            record = _build(uv, python, target, lines, torch, imports, events)
+            with unused(target) as free:
+                if not free:
+                    raise PayloadError(
+                        f"venv {target.name} is in use, so it cannot be built anew",
+                        "Wait until it is not.",
+                        "busy",
+                    )
+                record = _build(uv, python, target, lines, torch, imports, events)
         elif not set(imports) <= set(record["imports"]):
             record = _verify(target, torch, imports, events)
             durable.write_json(target / RECORD_FILE, record)

@@ -149,35 +149,6 @@ def test_the_newest_checkpoint_is_offered_first_and_its_manifest_last(container:
     ]
 
 
-def test_prune_keeps_what_is_in_use_what_runs_pin_and_the_newest(container: FakeContainer) -> None:
-    container.start("r1", "")
-    container.wait_for_state("r1", "finished")
-    releases, venvs = container.root / "releases", container.root / "venvs"
-    for folder in (releases, venvs):
-        for age, digit in enumerate("f12"):
-            (folder / (digit * 16)).mkdir()
-            os.utime(folder / (digit * 16), (1_000_000 - age, 1_000_000 - age))
-        (folder / ".half.built").mkdir()
-    young, old = container.root / "incoming/young.zip", container.root / "incoming/old.zip"
-    for path in (young, old):
-        path.touch()
-    os.utime(old, (1_000_000, 1_000_000))
-    half = container.root / "tools/.uv.half"
-    half.parent.mkdir()
-    half.touch()
-    os.utime(half, (1_000_000, 1_000_000))
-    (container.root / "cache/abc").mkdir(parents=True)
-    removed = container.result("prune", keep=2)["removed"]
-    assert sorted(removed) == sorted(
-        ["incoming/old.zip", "tools/.uv.half"]
-        + [f"{kind}/{name}" for kind in ("releases", "venvs") for name in ("1" * 16, "2" * 16, ".half.built")]
-    )
-    assert (releases / container.release).is_dir()
-    assert (releases / ("f" * 16)).is_dir()
-    assert young.exists()
-    assert (container.root / "cache/abc").is_dir()
-
-
 def test_a_lock_that_is_held_says_by_whom_and_since_when(container: FakeContainer) -> None:
     layout = Layout.at(str(container.root))
     with locks.hold(layout, "deploy", "receive", "ann@desk"):

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from payload.agent.pins import TorchPin, requirement_lines, venv_name
 from payload.agent.redaction import redact
 from payload.errors import PayloadError
-from tests.payload.agent.container import VENV, FakeContainer, until
+from tests.payload.agent.container import VENV, FakeContainer, until, wait_until_written
 from tests.payload.agent.wheels import make_index, make_torch, make_wheel
 
 PIN = {"version": "2.11.0+cu128", "cuda": "12.8", "git": "70d99e998b"}
@@ -357,6 +357,20 @@ def test_an_interrupted_build_is_removed_by_the_next_and_nothing_of_it_goes_on(
     assert not _users_of(leftover)
     assert container.result("venv", **request(wheels))["created"]
     assert not leftover.exists()
+
+
+def test_a_venv_that_a_call_uses_is_not_built_anew(
+    container: FakeContainer, wheels: Path, tmp_path: Path
+) -> None:
+    built = container.result("venv", **request(wheels))["venv"]
+    asked = container.open("call", module="payload.hangs", venv=built, env={"PIDS": str(tmp_path / "pid")})
+    wait_until_written(tmp_path / "pid.grandchild")
+    busy = container.error("venv", **request(wheels, force=True))
+    assert (busy["kind"], built in busy["message"]) == ("busy", True)
+    assert not container.result("venv", **request(wheels))["created"]
+    asked.send_signal(signal.SIGTERM)
+    asked.communicate(timeout=20)
+    assert container.result("venv", **request(wheels, force=True))["created"]
 
 
 def _users_of(folder: Path) -> list[int]:
