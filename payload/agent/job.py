@@ -15,7 +15,7 @@ from typing import List, Mapping, Optional
 from payload.agent import durable, state
 from payload.agent.environment import base_environment, checked_environment, split_private
 from payload.agent.layout import Layout
-from payload.agent.locks import hold
+from payload.agent.locks import RUN_LOCK_FILE, hold
 from payload.agent.processes import ProcessId, boot_id, end, is_alive, send_signal
 from payload.agent.protocol import Events, Json, Request
 from payload.agent.state import ACTIVE, FINAL, RunState
@@ -122,6 +122,8 @@ def _create_run(run_dir: Path, spec: Mapping[str, object]) -> None:
         durable.write_json(building / state.SPEC_FILE, public)
         if private:
             durable.write_json(building / state.SECRETS_FILE, private, mode=0o600)
+        # Made now, so that the run's state can be changed on a full disk too.
+        (building / RUN_LOCK_FILE).touch(0o644)
         state.save(building, RunState(run_dir.name, "starting", secrets.token_hex(8), time.time(), boot_id()))
         building.rename(run_dir)
     except BaseException:

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Iterator, List, Mapping, Tuple
 
 from payload.agent.layout import Layout
@@ -20,6 +21,9 @@ from payload.errors import PayloadError
 
 _POLL_S = 0.05
 _BREAK_GRACE_S = 3.0
+_SUFFIX = ".lock"
+_RUN_PREFIX = "run-"
+RUN_LOCK_FILE = "state.lock"
 
 
 @contextlib.contextmanager
@@ -30,32 +34,53 @@ def hold(layout: Layout, name: str, verb: str, holder: str, wait_s: float = 0.0)
     Raises PayloadError of kind ``busy`` when it is still held after ``wait_s``.
     """
     layout.locks.mkdir(parents=True, exist_ok=True)
-    path = layout.locks / f"{name}.lock"
+    with _held(layout.locks / f"{name}{_SUFFIX}", name, verb, holder, wait_s):
+        yield
+
+
+@contextlib.contextmanager
+def hold_run(layout: Layout, run_id: str, wait_s: float) -> Iterator[None]:
+    """Hold the lock of a run's state, which lies in the run's own folder and goes with it.
+
+    Its name is ``run-<run id>``. Raises as :func:`hold` does, and FileNotFoundError when there is no such folder.
+    """
+    with _held(layout.run(run_id) / RUN_LOCK_FILE, f"{_RUN_PREFIX}{run_id}", "state", "", wait_s):
+        yield
+
+
+@contextlib.contextmanager
+def _held(path: Path, name: str, verb: str, holder: str, wait_s: float) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise _busy(name, os.pread(descriptor, 4096, 0)) from None
-                time.sleep(_POLL_S)
-        entry = {
-            **asdict(identify(os.getpid()) or ProcessId(os.getpid(), 0, boot_id())),
-            "verb": verb,
-            "holder": holder,
-            "since": time.time(),
-        }
-        os.ftruncate(descriptor, 0)
-        with contextlib.suppress(OSError):
-            # On a full disk the lock is held all the same; only its holder's name is missing.
-            os.pwrite(descriptor, json.dumps(entry).encode("ascii"), 0)
-        yield
-        os.ftruncate(descriptor, 0)
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                raise _busy(name, os.pread(descriptor, 4096, 0))
+            time.sleep(_POLL_S)
+        try:
+            entry = {
+                **asdict(identify(os.getpid()) or ProcessId(os.getpid(), 0, boot_id())),
+                "verb": verb,
+                "holder": holder,
+                "since": time.time(),
+            }
+            os.ftruncate(descriptor, 0)
+            with contextlib.suppress(OSError):
+                # On a full disk the lock is held all the same; only its holder's name is missing.
+                os.pwrite(descriptor, json.dumps(entry).encode("ascii"), 0)
+            yield
+        finally:
+            os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int, how: int) -> bool:
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def locks(request: Request, events: Events) -> Json:
@@ -68,26 +93,36 @@ def locks(request: Request, events: Events) -> Json:
     layout = Layout.at(request.root)
     broken = request.get("break", str)
     if broken is not None:
-        holder = next((process for name, process, _ in _held(layout) if name == broken), None)
+        holder = next((process for name, process, _ in _all_held(layout) if name == broken), None)
         if holder is None:
             raise PayloadError(
                 f"nobody holds a lock {broken!r}", "`locks` shows those that are held.", "usage"
             )
         events.progress(f"ending process {holder.pid}, which holds the lock {broken!r}")
         _end_holder(holder)
-    return {"locks": [entry for _, _, entry in _held(layout)], "broken": broken}
+    return {"locks": [entry for _, _, entry in _all_held(layout)], "broken": broken}
 
 
-def _held(layout: Layout) -> Iterator[Tuple[str, ProcessId, Json]]:
-    """The locks whose holder lives: (name, holder, what is told of it)."""
-    for path in sorted(layout.locks.glob("*.lock")):
+def _all_held(layout: Layout) -> Iterator[Tuple[str, ProcessId, Json]]:
+    """The locks that are held: (name, holder, what is told of it)."""
+    named = [(path.stem, path) for path in sorted(layout.locks.glob(f"*{_SUFFIX}"))]
+    runs = [
+        (f"{_RUN_PREFIX}{path.parent.name}", path) for path in sorted(layout.runs.glob(f"*/{RUN_LOCK_FILE}"))
+    ]
+    for name, path in named + runs:
         # A lock that is free has no entry, one of a dead holder has that of a process which is not alive.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             entry = json.loads(path.read_bytes())
             holder = ProcessId(entry["pid"], entry["start_time"], entry["boot_id"])
-            if is_alive(holder):
-                told = {name: entry[name] for name in ("verb", "holder", "pid")}
-                yield path.stem, holder, {"name": path.stem, "age_s": _age_s(entry), **told}
+            if is_alive(holder) and _is_locked(path):
+                told = {key: entry[key] for key in ("verb", "holder", "pid")}
+                yield name, holder, {"name": name, "age_s": _age_s(entry), **told}
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the lock is held, whatever is written in it."""
+    with path.open("rb") as file:
+        return not _try_lock(file.fileno(), fcntl.LOCK_SH)
 
 
 def _end_holder(holder: ProcessId) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 from payload.agent import durable
 from payload.agent.layout import Layout
-from payload.agent.locks import hold
+from payload.agent.locks import hold_run
 from payload.agent.processes import (
     ProcessId,
     boot_id,
@@ -86,7 +86,9 @@ def save(run_dir: Path, state: RunState) -> None:
 def change(layout: Layout, run_id: str, decide: Callable[[RunState], Optional[RunState]]) -> RunState:
     """Change a run's state under its lock: ``decide`` gets the state and returns the new one, or None for none."""
     run_dir = layout.run(run_id)
-    with hold(layout, f"run-{run_id}", "state", "", _LOCK_WAIT_S):
+    # Said in words when there is no such run.
+    load(run_dir)
+    with hold_run(layout, run_id, _LOCK_WAIT_S):
         state = load(run_dir)
         new = decide(state)
         if new is None:

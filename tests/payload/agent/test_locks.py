@@ -101,3 +101,52 @@ def test_the_age_of_a_lock_is_a_number_whatever_stands_in_it(container: FakeCont
         [found] = container.result("locks")["locks"]
         assert 0 <= found["age_s"] < float("inf")
         assert "deploy" in container.error("prune", keep=1)["message"]
+
+
+def test_a_lock_whose_block_failed_is_free_and_looks_free(container: FakeContainer) -> None:
+    layout = Layout.at(str(container.root))
+    container.start("r1", "")
+    container.wait_for_state("r1", "finished")
+
+    def fail() -> None:
+        assert len(container.result("locks")["locks"]) == 1
+        raise OSError("the disk is full")
+
+    for held in (locks.hold(layout, "deploy", "receive", "ann@desk"), locks.hold_run(layout, "r1", 0)):
+        with pytest.raises(OSError, match="full"), held:
+            fail()
+        assert container.result("locks")["locks"] == []
+    # Not even a name is left of the holder, who lives on.
+    assert {path.read_bytes() for path in container.root.rglob("*.lock")} == {b""}
+
+
+def test_a_process_that_no_longer_holds_a_lock_is_neither_shown_nor_ended(
+    container: FakeContainer, holder: subprocess.Popen[str]
+) -> None:
+    entry = (container.root / "locks/venv.lock").read_text()
+    (container.root / "locks/deploy.lock").write_text(entry)
+    assert [lock["name"] for lock in container.result("locks")["locks"]] == ["venv"]
+    assert container.error("locks", **{"break": "deploy"})["kind"] == "usage"
+    assert holder.poll() is None
+    holder.kill()
+    holder.wait()
+
+
+def test_the_lock_of_a_run_lies_in_its_folder_and_can_be_broken(container: FakeContainer) -> None:
+    container.start("r1", "")
+    container.wait_for_state("r1", "finished")
+    assert [path.name for path in (container.root / "locks").iterdir()] == ["jobs.lock"]
+    release = str(container.root / "releases" / container.release)
+    holds = HOLDS.replace("import hold\n", "import hold_run\n").replace(
+        'hold(Layout.at(sys.argv[2]), "venv", "venv", "ann@desk")',
+        'hold_run(Layout.at(sys.argv[2]), "r1", 0)',
+    )
+    hangs = subprocess.Popen(
+        [sys.executable, "-I", "-c", holds, release, str(container.root)], stdout=subprocess.PIPE, text=True
+    )
+    assert hangs.stdout is not None
+    assert hangs.stdout.readline() == "held\n"
+    [lock] = container.result("locks")["locks"]
+    assert (lock["name"], lock["pid"]) == ("run-r1", hangs.pid)
+    assert container.result("locks", **{"break": "run-r1"})["locks"] == []
+    hangs.wait(10)
