@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from payload.drafter.model import DFlashDrafter
+from payload.drafter.row_slope import wide
 from payload.errors import PayloadError
 from payload.target import Target
 
@@ -159,8 +160,7 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 def _probabilities(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (wide / temperature).softmax(-1)
+    return (wide(logits) / temperature).softmax(-1)
 
 
 def _until_end(tokens: Sequence[int], eos_token_ids: Collection[int]) -> Sequence[int]:

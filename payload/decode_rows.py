@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from payload.decode import Decoded, check_request
-from payload.drafter.config import block_is_causal, layer_window
+from payload.drafter.masks import draft_masks
 from payload.drafter.model import DFlashDrafter, Layer, rotary_table
 from payload.row_cache import RowCache
 from payload.target import Target
@@ -132,12 +132,9 @@ def _extend_context(drafter: DFlashDrafter, features: Tensor, context: RowCache)
 
 def _draft(drafter: DFlashDrafter, block: Tensor, context: RowCache) -> Tensor:
     """`DFlashDrafter.draft` of ``block[B, K, H]`` behind each row's own context."""
-    size, config = block.shape[1], drafter.config
-    rotary = rotary_table(context.positions(size), config, block.dtype)
-    masks = {
-        kind: _block_mask(context, size, block_is_causal(kind, config), layer_window(kind, config))
-        for kind in config.layer_kinds
-    }
+    positions = context.positions(block.shape[1])
+    rotary = rotary_table(positions, drafter.config, block.dtype)
+    masks = draft_masks(drafter.config, positions, context.bound, filled=False)
     hidden = block
     for index, layer in enumerate(_layers(drafter)):
         hidden = layer.draft(hidden, context.slots(index, context.bound), rotary, masks[layer.layer_type])
@@ -146,21 +143,3 @@ def _draft(drafter: DFlashDrafter, block: Tensor, context: RowCache) -> Tensor:
 
 def _layers(drafter: DFlashDrafter) -> Iterable[Layer]:
     return cast("Iterable[Layer]", drafter.layers)
-
-
-def _block_mask(context: RowCache, size: int, causal: bool, window: int | None) -> Tensor:
-    """The rule of `masks.allowed` for one block behind each row, bool [B, 1, K, S + K]."""
-    positions = context.positions(size)
-    slot = torch.arange(context.bound, device=positions.device)
-    reached = slot < positions[:, :1]
-    seen = reached[:, None].expand(-1, size, -1)
-    distance = torch.arange(size, device=positions.device)[:, None] - torch.arange(
-        size, device=positions.device
-    )
-    own = torch.ones_like(distance, dtype=torch.bool)
-    if causal:
-        own = distance >= 0
-    if window is not None:
-        seen = seen & (positions[:, :, None] - slot < window)
-        own = own & (distance.abs() < window)
-    return torch.cat([seen, own.expand(len(positions), -1, -1)], dim=2)[:, None]

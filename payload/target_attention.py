@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
 from payload.compile.never_dense import compiled_flex_attention
-from payload.drafter.tiles import TILE, Tiles, document_starts, ordered
+from payload.data.batch import document_starts
+from payload.drafter.tiles import TILE, Tiles, ordered
 
 ATTENTION = "packed_documents"
 """The name under which transformers finds `document_attention`."""

@@ -16,6 +16,7 @@ from typing import Iterator, List, Tuple
 
 from payload.agent import durable
 from payload.agent.bytecode import compile_agent
+from payload.agent.checksum import file_sha256
 from payload.agent.layout import Layout, active_name
 from payload.agent.locks import hold
 from payload.agent.processes import boot_id
@@ -95,15 +96,6 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes, executable: bool) 
     entry.external_attr = (stat.S_IFREG | (0o755 if executable else 0o644)) << 16
     entry.compress_type = zipfile.ZIP_DEFLATED
     archive.writestr(entry, content)
-
-
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def hello(request: Request, events: Events) -> Json:

@@ -7,7 +7,6 @@ No torch is imported here: listing and pruning work in any venv, and before ther
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from payload.agent.checksum import file_sha256
 from payload.agent.durable import read_json, write_json
 from payload.agent.layout import Layout
 from payload.agent.locks import hold
@@ -171,7 +171,7 @@ def hash_files(cache: CacheDir) -> dict[str, str]:
             relative = file.relative_to(cache.path)
             if file.name.endswith(MUTABLE_SUFFIXES) or "locks" in relative.parts:
                 continue
-            hashes[relative.as_posix()] = sha256_of(file)
+            hashes[relative.as_posix()] = file_sha256(file)
     return hashes
 
 
@@ -282,15 +282,6 @@ def lock_name(fingerprint: str) -> str:
     return f"cache-{fingerprint}"
 
 
-def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _runs(root: str) -> Iterator[Path]:
     folder = Layout.at(root).runs
     if folder.is_dir():
@@ -312,7 +303,7 @@ def _size(file: Path) -> int:
 def _compare(path: Path, digest: str) -> str | None:
     if not path.is_file():
         return f"{path.name} is missing ({path})"
-    return None if sha256_of(path) == digest else f"{path.name} is damaged ({path})"
+    return None if file_sha256(path) == digest else f"{path.name} is damaged ({path})"
 
 
 def _delete(path: Path) -> None:

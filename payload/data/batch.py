@@ -39,11 +39,15 @@ def empty_batch(batch_size: int, length: int, device: torch.device | str = "cpu"
     )
 
 
+def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
+    """The index at which each token's document begins in its row, int64 [B, S]."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return torch.where(begins, index, 0).cummax(dim=1).values
+
+
 def positions_of(document_ids: torch.Tensor) -> torch.Tensor:
     """Positions [B,S] int64 counted from 0 at each change of document along a row; 0 on padding."""
-    length = document_ids.shape[1]
-    index = torch.arange(length, device=document_ids.device).expand_as(document_ids)
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    first = torch.where(starts, index, 0).cummax(dim=1).values
-    return torch.where(document_ids >= 0, index - first, 0)
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return torch.where(document_ids >= 0, index - document_starts(document_ids), 0)

@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from payload.agent.checksum import file_sha256
 from payload.agent.durable import read_json
-from payload.data.sealed import MANIFEST, file_sha256, sealed_folder
+from payload.data.sealed import MANIFEST, sealed_folder
 from payload.errors import PayloadError
 
 _SHARD_BYTES = 1 << 30

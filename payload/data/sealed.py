@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from payload.agent.checksum import file_sha256
 from payload.agent.durable import put_in_place, read_json, sync_folder, write_json
 from payload.errors import PayloadError
 
@@ -58,15 +58,6 @@ def open_sealed(folder: Path) -> dict[str, Any]:
         if path.stat().st_size != facts["size"] or file_sha256(path) != facts["sha256"]:
             raise PayloadError(f"{path} is damaged: it differs from its checksum.")
     return manifest
-
-
-def file_sha256(path: Path) -> str:
-    """Hex digest of a file's content, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _sync_file(path: Path) -> None:

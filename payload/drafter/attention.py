@@ -25,11 +25,6 @@ def kernel_for(device: torch.device | str) -> Kernel:
     return "flex" if torch.device(device).type == "cuda" else "dense"
 
 
-def kernel_of(mask: Tensor | BlockMask | None) -> Kernel:
-    """The kernel that `attend` runs for this mask."""
-    return "flex" if isinstance(mask, BlockMask) else "dense"
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Attention of ``query[B, heads, Q, D]`` over ``key, value[B, kv heads, KV, D]``, scaled by D ** -0.5.
 

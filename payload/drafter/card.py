@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from payload.drafter.checkpoint import CARD_FILE, load_config
 from payload.drafter.config import DrafterConfig
 
 
@@ -34,18 +32,6 @@ def model_card(
         _table(recipe),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def write_model_card(
-    folder: Path | str, recipe: Mapping[str, Any], data: Mapping[str, Any], metrics: Mapping[str, Any]
-) -> Path:
-    """Writes `model_card` as ``README.md`` of an exported drafter; returns its path.
-
-    Raises PayloadError when ``folder`` holds no drafter.
-    """
-    path = Path(folder) / CARD_FILE
-    path.write_text(model_card(load_config(folder), recipe, data, metrics), "utf-8")
-    return path
 
 
 def _front_matter(target: str) -> str:

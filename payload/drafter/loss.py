@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from payload.drafter.anchors import Anchors
 from payload.drafter.fp8 import VALUES, Fp8Head, Scaled, product, scaled
-from payload.drafter.row_slope import NARROW_SCALE, divergence_slope, narrowed, row_slope
+from payload.drafter.row_slope import NARROW_SCALE, divergence_slope, narrowed, row_slope, wide
 from payload.errors import PayloadError
 
 _GAMMA_BY_BLOCK_SIZE = {8: 4.0, 10: 5.0, 16: 7.0}
@@ -128,13 +128,13 @@ def reference_draft_loss(
     teacher: Tensor | None = None,
 ) -> DraftLoss:
     """`draft_loss` with all logits at once and autograd's own gradient: what the fast one must equal."""
-    logits = _wide(hidden @ head_weight.detach().T)
+    logits = wide(hidden @ head_weight.detach().T)
     log_probs = logits.log_softmax(-1)
     cross_entropy = -log_probs.gather(-1, labels[..., None])[..., 0]
     weights = slot_weights(cross_entropy, counted, config, block_size=labels.shape[1] + 1)
     loss = cross_entropy
     if config.kind == "kl":
-        target = _wide(_required(teacher) @ head_weight.T).log_softmax(-1)
+        target = wide(_required(teacher) @ head_weight.T).log_softmax(-1)
         loss = (target.exp() * (target - log_probs)).sum(-1)
     return DraftLoss((weights * loss).sum(), weights.sum(), (logits.argmax(-1) == labels) & counted)
 
@@ -254,10 +254,6 @@ def simulated_accepted_length(accepted_by_position: Tensor, count_by_position: T
     """
     reached = accepted_by_position[1:] / count_by_position[1:].clamp(min=1)
     return 1 + reached.sum()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _required(teacher: Tensor | None) -> Tensor:

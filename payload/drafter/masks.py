@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from payload.data.batch import document_starts
 from payload.drafter.anchors import Anchors
 from payload.drafter.attention import Kernel
 from payload.drafter.config import DrafterConfig, block_is_causal, layer_window
-from payload.drafter.tiles import TILE, document_starts, mask_tiles, ordered
+from payload.drafter.tiles import TILE, mask_tiles, ordered
 
 Mask = Tensor | BlockMask
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -66,6 +67,36 @@ def allowed(
         sees_context &= anchor + slot[:, None] - context < window
         sees_slot &= distance.abs() < window
     return torch.cat([sees_context, sees_slot.expand(batch, -1, -1)], dim=2)
+
+
+def draft_masks(
+    config: DrafterConfig, positions: Tensor, context: int, filled: bool
+) -> dict[str, Tensor | None]:
+    """`draft_mask` for each layer type that occurs. Where each row's context fills all slots (``filled``) and a layer
+    sees all of it and of the block, it is None."""
+    masks: dict[str, Tensor | None] = {}
+    for kind in config.layer_kinds:
+        causal, window = block_is_causal(kind, config), layer_window(kind, config)
+        sees_all = filled and not causal and window is None
+        masks[kind] = None if sees_all else draft_mask(positions, context, causal, window)
+    return masks
+
+
+def draft_mask(positions: Tensor, context: int, causal: bool, window: int | None) -> Tensor:
+    """The rule for one block a row, at ``positions[B, K]`` behind its own context: bool [B, 1, K, context + K].
+
+    Keys are ``context`` cached tokens, each at the position of its slot, and the block. What lies in slots from a
+    row's first position on is not of its context.
+    """
+    slots = torch.arange(context, device=positions.device)
+    sees_context = (slots < positions[:, :1])[:, None].expand(-1, positions.shape[1], -1)
+    slot = torch.arange(positions.shape[1], device=positions.device)
+    distance = slot[:, None] - slot
+    sees_slot = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        sees_context = sees_context & (positions[:, :, None] - slots < window)
+        sees_slot = sees_slot & (distance.abs() < window)
+    return torch.cat([sees_context, sees_slot.expand(len(positions), -1, -1)], dim=2)[:, None]
 
 
 def mask_mod(

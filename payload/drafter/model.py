@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from payload.drafter.attention import attend
-from payload.drafter.config import DrafterConfig, block_is_causal, layer_window
+from payload.drafter.config import DrafterConfig
 from payload.drafter.fp8 import fp8_linear, require_sizes
-from payload.drafter.masks import Mask
+from payload.drafter.masks import Mask, draft_masks
 from payload.drafter.products import Product, linear
 
 Rotary = tuple[Tensor, Tensor]
@@ -303,10 +303,8 @@ class DFlashDrafter(nn.Module):
         shorter than ``config.block_size``.
         """
         rotary = rotary_table(positions, self.config, block_embeddings.dtype)
-        masks = {
-            kind: _draft_mask(kind, self.config, cache.length, positions.shape[1], positions.device)
-            for kind in self.config.layer_kinds
-        }
+        places = cache.length + torch.arange(positions.shape[1], device=positions.device)[None]
+        masks = draft_masks(self.config, places, cache.length, filled=True)
         hidden = block_embeddings
         for index, layer in enumerate(self._typed_layers()):
             hidden = layer.draft(hidden, cache.filled(index), rotary, masks[layer.layer_type])
@@ -354,20 +352,3 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def _draft_mask(
-    layer_type: str, config: DrafterConfig, context_length: int, block_length: int, device: torch.device
-) -> Tensor | None:
-    """The rule of `masks.allowed` for a single block after its context, bool [Q, KV]; ``None`` sees all."""
-    causal, window = block_is_causal(layer_type, config), layer_window(layer_type, config)
-    if not causal and window is None:
-        return None
-    query = context_length + torch.arange(block_length, device=device)[:, None]
-    key = torch.arange(context_length + block_length, device=device)[None, :]
-    visible = torch.ones(block_length, context_length + block_length, dtype=torch.bool, device=device)
-    if causal:
-        visible &= key <= query
-    if window is not None:
-        visible &= (query - key).abs() < window
-    return visible

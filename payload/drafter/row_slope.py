@@ -39,16 +39,16 @@ def row_slope(logits: Tensor, labels: Tensor, narrow: bool = False) -> RowSlope:
 
 def reference_row_slope(logits: Tensor, labels: Tensor) -> RowSlope:
     """`row_slope` in torch's own operations; leaves ``logits`` as they are."""
-    wide = _wide(logits)
-    log_norm = wide.logsumexp(-1, keepdim=True)
-    cross_entropy = log_norm - wide.gather(-1, labels[:, None])
-    slope = torch.exp(wide - log_norm).scatter_add(-1, labels[:, None], -torch.ones_like(cross_entropy))
+    scores = wide(logits)
+    log_norm = scores.logsumexp(-1, keepdim=True)
+    cross_entropy = log_norm - scores.gather(-1, labels[:, None])
+    slope = torch.exp(scores - log_norm).scatter_add(-1, labels[:, None], -torch.ones_like(cross_entropy))
     return RowSlope(cross_entropy[:, 0], logits.argmax(-1), slope.to(logits.dtype))
 
 
 def divergence_slope(logits: Tensor, target_logits: Tensor) -> RowSlope:
     """KL(target || drafter) of the distributions of two ``[R, V]`` of logits, in torch's own operations."""
-    log_probs, target = _wide(logits).log_softmax(-1), _wide(target_logits).log_softmax(-1)
+    log_probs, target = wide(logits).log_softmax(-1), wide(target_logits).log_softmax(-1)
     aim = target.exp()
     slope = (log_probs.exp() - aim).to(logits.dtype)
     return RowSlope((aim * (target - log_probs)).sum(-1), logits.argmax(-1), slope)
@@ -59,7 +59,8 @@ def narrowed(slope: Tensor) -> Tensor:
     return (slope / NARROW_SCALE).to(torch.float8_e5m2)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """The same numbers in fp32, or in a wider type where they are of one."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

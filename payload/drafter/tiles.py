@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from payload.data.batch import document_starts
 from payload.drafter.anchors import Anchors
 
 TILE = 128
@@ -52,14 +53,6 @@ def mask_tiles(anchors: Anchors, document_ids: Tensor, block_size: int, window: 
 
     own = _overlap(length + first_block * block_size, length + (last_block + 1) * block_size, first_key)
     return Tiles(partial=(context | own) & ~full, full=full)
-
-
-def document_starts(document_ids: Tensor) -> Tensor:
-    """The index at which each token's document begins in its row, int64 [B, S]."""
-    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return torch.where(begins, index, 0).cummax(dim=1).values
 
 
 def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:

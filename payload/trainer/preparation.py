@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from payload.agent.checksum import file_sha256
 from payload.agent.layout import Layout
 from payload.data.answers import read_answers
 from payload.data.feature_cache import FeatureShape, RowFeatures, write_feature_cache
 from payload.data.prepared import PackedRows, Preparation, prepare
 from payload.data.regenerate import prompt_keys
 from payload.data.rows import Row, read_rows
-from payload.data.sealed import MANIFEST, file_sha256
+from payload.data.sealed import MANIFEST
 from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
 from payload.drafter.config import DrafterConfig

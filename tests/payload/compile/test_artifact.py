@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from payload.agent.checksum import file_sha256
 from payload.compile.artifact import read_artifact, write_artifact
-from payload.compile.cache import sha256_of
 from payload.errors import PayloadError
 from tests.payload.compile.builders import FACTS, other_facts
 
@@ -16,7 +16,7 @@ def test_blobs_come_back_as_they_were(tmp_path_factory, blobs):
     path = tmp_path_factory.mktemp("artifact") / "artifact.bin"
     artifact = write_artifact(path, FACTS, blobs)
     assert read_artifact(path, FACTS) == blobs
-    assert (artifact.bytes, artifact.sha256) == (path.stat().st_size, sha256_of(path))
+    assert (artifact.bytes, artifact.sha256) == (path.stat().st_size, file_sha256(path))
 
 
 def test_an_artifact_from_elsewhere_is_refused_with_every_difference_named(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from payload.drafter import checkpoint
-from payload.drafter.card import write_model_card
+from payload.drafter.card import model_card
 from payload.drafter.checkpoint import load_config, load_drafter, save_drafter, tensor_shapes
 from payload.drafter.config import FULL, SLIDING
 from payload.drafter.model import DFlashDrafter
@@ -145,15 +145,13 @@ def test_the_configuration_reads_as_json_with_the_trained_rule(saved):
     assert load_config(saved) == CONFIG
 
 
-def test_the_model_card_tells_recipe_data_and_metrics(saved):
-    path = write_model_card(
-        saved,
+def test_the_model_card_tells_recipe_data_and_metrics():
+    text = model_card(
+        CONFIG,
         {"target": {"model": "Qwen/Qwen3-8B"}, "optim": {"lr": 6e-4}, "data": {"train": ("a|b.jsonl", "c")}},
         {"rows": 1200, "skipped": {"too short": 3}},
         {"accepted length": 3.14159265, "by position": [0.9, 0.5]},
     )
-    text = path.read_text()
-    assert path == saved / "README.md"
     assert "base_model: Qwen/Qwen3-8B" in text
     for row in (
         "| optim.lr | 0.0006 |",
@@ -166,8 +164,3 @@ def test_the_model_card_tells_recipe_data_and_metrics(saved):
     serving = text.partition("## Serving")[2].partition("## Metrics")[0]
     assert '"num_speculative_tokens": 3' in serving
     assert serving.strip().startswith("Not tried by the project that trained this drafter")
-
-
-def test_a_card_for_a_folder_without_a_drafter_is_refused(tmp_path):
-    with pytest.raises(PayloadError, match="does not exist"):
-        write_model_card(tmp_path, {}, {}, {})

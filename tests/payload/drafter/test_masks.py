@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from payload.data.batch import Batch
 from payload.drafter.anchors import Anchors
 from payload.drafter.config import FULL, SLIDING, block_is_causal, layer_window
-from payload.drafter.masks import allowed, build_masks, flex_mask, mask_mod
+from payload.drafter.masks import allowed, build_masks, draft_mask, draft_masks, flex_mask, mask_mod
 from payload.drafter.model import BlockEmbeddings, DFlashDrafter
 from payload.drafter.step import block_inputs
 from payload.drafter.tiles import TILE, mask_tiles
@@ -204,3 +204,31 @@ def test_a_change_of_any_input_moves_exactly_the_slots_that_may_see_it(layer_typ
     drafted = torch.arange(blocks * size) % size > 0
     first_slots = length + torch.arange(blocks) * size
     assert torch.equal(changed, expected[drafted][:, [*range(length), *first_slots.tolist()]])
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    spare=st.integers(1, 3),
+    size=st.integers(1, 5),
+    causal=st.booleans(),
+    window=windows,
+)
+@settings(max_examples=60, deadline=None)
+def test_decoding_follows_the_rule_of_training_whatever_each_rows_context(
+    lengths: list[int], spare: int, size: int, causal: bool, window: int | None
+) -> None:
+    """A block behind a context is a block whose anchor stands at the context's end."""
+    context, anchor = max(lengths) + spare, torch.tensor(lengths)[:, None]
+    anchors = Anchors(anchor, torch.ones_like(anchor, dtype=torch.bool))
+    trained = allowed(anchors, torch.zeros(len(lengths), context), size, causal, window)
+    assert torch.equal(draft_mask(anchor + torch.arange(size), context, causal, window)[:, 0], trained)
+
+
+def test_only_a_layer_that_sees_all_of_a_filled_context_needs_no_mask_to_decode() -> None:
+    config = tiny_config(layer_types=(FULL, SLIDING), sliding_window=3)
+    positions = 5 + torch.arange(4)[None]
+    filled = draft_masks(config, positions, 5, filled=True)
+    assert filled[FULL] is None
+    for kind, mask in draft_masks(config, positions, 5, filled=False).items():
+        assert mask is not None
+        assert torch.equal(filled[kind] if filled[kind] is not None else torch.ones_like(mask), mask)  # type: ignore[arg-type]
