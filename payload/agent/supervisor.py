@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 from payload.agent import durable, state
 from payload.agent.environment import venv_environment
@@ -57,11 +57,11 @@ def main(argv: List[str]) -> int:
         return 1
     identity = identify(job.pid) or ProcessId(job.pid, 0, boot_id())
     _persist(layout, run_id, identity)
-    status, killed = _watch(layout, run_id, job.pid, wakeup)
+    status, killed, stopped = _watch(layout, run_id, job.pid, wakeup)
     job.returncode = status
     killed += _end_leftovers()
     exit_code = status if status >= 0 else 128 - status
-    if wakeup.stop_asked:
+    if stopped:
         _finish(layout, run_id, "stopped", exit_code, "stopped", killed)
     else:
         _finish(layout, run_id, "failed" if status else "finished", exit_code, _reason(status), killed)
@@ -146,15 +146,18 @@ def _persist(layout: Layout, run_id: str, job: ProcessId) -> None:
         state.change(layout, run_id, lambda run: replace(run, job=job))
 
 
-def _watch(layout: Layout, run_id: str, job_pid: int, wakeup: _Wakeup) -> tuple[int, int]:
-    """Wait for the job's end, reaping every orphan. Returns (return code as in subprocess, processes ended)."""
+def _watch(layout: Layout, run_id: str, job_pid: int, wakeup: _Wakeup) -> Tuple[int, int, bool]:
+    """Wait for the job's end, reaping every orphan.
+
+    Returns (return code as in subprocess, processes ended, whether it was asked to stop before it ended).
+    """
     index = _LogIndex(layout.run(run_id))
     killed, stopping = 0, False
     while True:
         ended = _reap()
         index.note()
         if job_pid in ended:
-            return ended[job_pid], killed
+            return ended[job_pid], killed, stopping
         if wakeup.stop_asked and not stopping:
             stopping = True
             killed = len(end(lambda: descendants(os.getpid()), _grace_s(layout, run_id), leader=job_pid).seen)
