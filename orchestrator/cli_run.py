@@ -26,7 +26,7 @@ from orchestrator.errors import RemoteError, UsageError
 from orchestrator.fetch import fetch as fetch_run
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.logs import LogEnd, show_logs
-from orchestrator.recipes import recipe_to_resume, resolve_recipe
+from orchestrator.recipes import make_arguments, recipe_to_resume, resolve_recipe
 from orchestrator.records import RUN_ID
 from orchestrator.status import newest_run
 from orchestrator.status import status as container_status
@@ -49,7 +49,10 @@ def train(
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Start the job and return at once.")] = False,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Skip warmup: the first step compiles, and may race.")
+        bool,
+        typer.Option(
+            "--cold", help="Skip warmup: without a warm cache, the first step compiles, and may race."
+        ),
     ] = False,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Go on where the checks of `doctor` found errors.")
@@ -71,7 +74,8 @@ def train(
             wheelhouse=wheelhouse,
             cold=cold,
             anyway=anyway,
-            resumes=resume is not None,
+            resume=resume,
+            asked=make_arguments(recipe, override or ()),
         )
         run_id = start_job(container, prepared, resolved, console, resume=resume)
         if detach:

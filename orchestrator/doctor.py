@@ -136,9 +136,12 @@ def try_cuda(
 
 
 def refuse_if_unfit(
-    container: Container, findings: Sequence[Finding], *, anyway: bool, report: StepReport
+    container: Container, findings: Sequence[Finding], *, anyway: bool, report: StepReport, doctor: str
 ) -> None:
-    """Show warnings shortly. Raises :class:`RefusedError` for errors, which ``anyway`` turns into warnings."""
+    """Show warnings shortly. Raises :class:`RefusedError` for errors, which ``anyway`` turns into warnings.
+
+    ``doctor`` is what to type for all of it.
+    """
     for finding in findings:
         if finding.severity == "warning" or (finding.severity == "error" and anyway):
             report.note(f"{finding.severity}: {finding.check}: {finding.seen}. {finding.fix}")
@@ -149,7 +152,8 @@ def refuse_if_unfit(
             + "; ".join(f"{finding.check}: {finding.seen}" for finding in errors)
             + ".",
             "\n".join(f"{finding.check}: {finding.fix}" for finding in errors)
-            + f"\nAll of it: make doctor {container.destination.make_arguments}   Start all the same: ANYWAY=1",
+            + (f"\nAll of it: {doctor}   " if doctor else "\n")
+            + "Start all the same: ANYWAY=1",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,10 +44,15 @@ def resolve_recipe(
 def recipe_of_run(container: Container, run_id: str) -> Recipe:
     """The recipe, all its values, that a run of the container was started with.
 
-    Raises :class:`UsageError` when it is none of this version, and what :meth:`Container.explain` finds when it cannot
-    be read.
+    Raises :class:`UsageError` when there is no such run or its recipe is none of this version, and what
+    :meth:`Container.explain` finds when it cannot be read.
     """
     read = container.run(["cat", f"{container.settings.root}/runs/{run_id}/spec.json"])
+    if "No such file or directory" in read.stderr_text():
+        raise UsageError(
+            f"{container}: there is no run {run_id}.",
+            f"make status {container.destination.make_arguments} lists those that there are.",
+        )
     if read.exit_status != 0:
         raise container.explain(read, f"the recipe of run {run_id} could not be read")
     try:
@@ -130,6 +136,14 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             # What looks like a date or has a tag is converted, and the conversion fails in its own ways.
             raise UsageError(f"--set {override}: {text!r} is not a YAML value.") from None
     return values
+
+
+def make_arguments(name: str | None, overrides: Sequence[str]) -> str:
+    """The recipe as it was named, for a command line of make that a person can copy."""
+    words = [f"RECIPE={name}"] if name is not None else []
+    if overrides:
+        words.append(f"SET={' '.join(overrides)}")
+    return " ".join(shlex.quote(word) for word in words)
 
 
 def _whole(words: Sequence[str]) -> Iterator[str]:

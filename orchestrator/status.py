@@ -62,7 +62,7 @@ def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP
 def show_status(console: Console, found: dict[str, Any]) -> None:
     """The answer of :func:`status` as tables."""
     console.line(f"release {found.get('release') or 'none'}, venv {found.get('venv') or 'none'}", "bold")
-    console.table(("run", *_RUN_COLUMNS, "log", "exit"), [_run_row(run) for run in found["runs"]])
+    console.table(RUN_COLUMNS, [tuple(_cells(run).values()) for run in found["runs"]])
     for run in found["runs"]:
         if run.get("left"):
             console.line(
@@ -90,8 +90,9 @@ def overview(found: dict[str, Any]) -> tuple[object, ...]:
     """A container's row among many, under :data:`OVERVIEW`: its active run, else its newest."""
     runs = found["runs"]
     shown = next((run for run in runs if is_active(run)), runs[0] if runs else None)
-    *cells, _, _ = _run_row(shown) if shown else ("no run yet", *[""] * 7)
-    return (*cells, found.get("release"), len(found.get("gpus") or []) or "")
+    cells = _cells(shown) if shown else {"run": "no run yet"}
+    cells |= {"release": found.get("release"), "GPUs": len(found.get("gpus") or []) or ""}
+    return tuple(cells.get(column, "") for column in OVERVIEW)
 
 
 OVERVIEW = {
@@ -100,27 +101,49 @@ OVERVIEW = {
     "for": 11,
     "step": 7,
     "loss": 7,
+    "accepted": 8,
     "tokens/s": 8,
     "release": 16,
     "GPUs": 4,
 }
 """The columns of :func:`overview` and their widths."""
 
-_RUN_COLUMNS = ("state", "for", "step", "loss", "tokens/s")
+RUN_COLUMNS = (
+    "run",
+    "recipe",
+    "state",
+    "for",
+    "step",
+    "loss",
+    "accepted",
+    "tokens/s",
+    "checkpoint",
+    "log",
+    "exit",
+)
 
 
-def _run_row(run: Mapping[str, Any]) -> tuple[object, ...]:
+def checkpoints_of(run: Mapping[str, Any]) -> list[int]:
+    """The steps of a run's whole checkpoints, as far as :func:`status` told them."""
+    steps = run.get("checkpoints")
+    return sorted(step for step in steps if type(step) is int) if isinstance(steps, list) else []
+
+
+def _cells(run: Mapping[str, Any]) -> dict[str, object]:
     metrics = run.get("last_metrics") or {}
-    return (
-        run["run_id"],
-        run["state"],
-        _age(run.get("started_at"), run.get("ended_at")),
-        metrics.get("step"),
-        _number(metrics.get("loss")),
-        _number(metrics.get("tokens_per_s"), 0),
-        size_text(run.get("log_bytes")),
-        "" if run.get("exit_code") is None else run["exit_code"],
-    )
+    return {
+        "run": run["run_id"],
+        "recipe": run.get("recipe"),
+        "state": run["state"],
+        "for": _age(run.get("started_at"), run.get("ended_at")),
+        "step": metrics.get("step"),
+        "loss": _number(metrics.get("loss")),
+        "accepted": _number(metrics.get("accepted_length"), 2),
+        "tokens/s": _number(metrics.get("tokens_per_s"), 0),
+        "checkpoint": next(iter(checkpoints_of(run)[::-1]), None),
+        "log": size_text(run.get("log_bytes")),
+        "exit": run.get("exit_code"),
+    }
 
 
 def _age(started: float | None, ended: float | None) -> str:

@@ -17,9 +17,9 @@ from orchestrator.doctor import look, refuse_if_unfit, summary, try_cuda
 from orchestrator.errors import RefusedError, RemoteError, TransportError
 from orchestrator.recipes import job_gpus
 from orchestrator.records import RunRecord, new_run_id, save_record
-from orchestrator.status import is_active, status
+from orchestrator.status import checkpoints_of, is_active, status
 from orchestrator.venv import build_venv
-from orchestrator.warmup import Warmed, warm_up
+from orchestrator.warmup import Warmed, find_warm, warm_up
 from payload.recipe import Recipe
 
 START_ATTEMPTS = 3
@@ -44,13 +44,15 @@ def prepare(
     wheelhouse: bool = False,
     cold: bool = False,
     anyway: bool = False,
-    resumes: bool = False,
+    resume: str | None = None,
+    asked: str = "",
 ) -> Prepared:
     """Do what is missing of the steps before training. What is there already costs a question each.
 
-    ``cold`` leaves warmup out; ``anyway`` goes on where the preflight found errors; ``resumes``: the job goes on from a
-    checkpoint.
-    Raises :class:`RefusedError` when a job runs in the container or it is not fit for one, before anything but the
+    ``cold`` compiles nothing, and uses a warm cache that is there; ``anyway`` goes on where the preflight found errors;
+    ``resume``: the run from whose checkpoint the job goes on; ``asked``: the recipe as it was named to make.
+    Raises :class:`RefusedError` when a job runs in the container, it is not fit for one or the run to resume has no
+    checkpoint to go on from, before anything but the
     release is touched; what only the venv can tell, CUDA's start, is asked once it is there.
     """
     with console.step("deploy") as report:
@@ -58,14 +60,26 @@ def prepare(
         report.outcome = f"release {deployed.release}" + (" was there" if deployed.already_there else " sent")
     agent = Agent.of_release(container, deployed.release)
     refuse_while_a_job_runs(agent)
+    if resume is not None:
+        refuse_to_resume_without_a_checkpoint(agent, resume)
     destination = container.destination
     needs = needs_of(
-        container.settings, destination.container_id, recipe, destination.make_arguments, resumes=resumes
+        container.settings,
+        destination.container_id,
+        recipe,
+        destination.make_arguments,
+        resumes=resume is not None,
+    )
+    # What doctor would look at for a resume is another recipe.
+    doctor = (
+        ""
+        if resume is not None
+        else " ".join(filter(None, ("make doctor", asked, destination.make_arguments)))
     )
     with console.step("check") as report:
         seen = look(agent, needs, report)
         findings = judge(seen, needs)
-        refuse_if_unfit(container, findings, anyway=anyway, report=report)
+        refuse_if_unfit(container, findings, anyway=anyway, report=report, doctor=doctor)
         report.outcome = summary(findings)
     with console.step("venv") as report:
         built = build_venv(container, agent, report, wheelhouse=wheelhouse)
@@ -76,10 +90,13 @@ def prepare(
         with console.step("cuda") as report:
             seen = try_cuda(agent, needs, seen, report, release=deployed.release, venv=built.venv)
             findings = [finding for finding in judge(seen, needs) if finding.check == "cuda"]
-            refuse_if_unfit(container, findings, anyway=anyway, report=report)
+            refuse_if_unfit(container, findings, anyway=anyway, report=report, doctor=doctor)
             report.outcome = "; ".join(finding.seen for finding in findings)
     if cold:
-        return Prepared(agent, deployed.release, built.venv, None)
+        with console.step("cache") as report:
+            warm = find_warm(agent, report, release=deployed.release, venv=built.venv, recipe=recipe)
+            report.outcome = str(warm) if warm is not None else "cold: the first step compiles"
+        return Prepared(agent, deployed.release, built.venv, warm)
     with console.step("warmup") as report:
         warmed = warm_up(agent, report, release=deployed.release, venv=built.venv, recipe=recipe)
         report.outcome = str(warmed)
@@ -158,6 +175,28 @@ def refuse_while_a_job_runs(agent: Agent) -> None:
                 f"Follow it: make logs FOLLOW=1 RUN_ID={run['run_id']} {place}\n"
                 f"End it: make stop RUN_ID={run['run_id']} {place}",
             )
+
+
+def refuse_to_resume_without_a_checkpoint(agent: Agent, run_id: str) -> None:
+    """Raises :class:`RefusedError` when the run has no whole checkpoint, or one of its last step."""
+    [run] = status(agent, run_id)["runs"]
+    place = agent.container.destination.make_arguments
+    steps = checkpoints_of(run)
+    if not steps:
+        before = run.get("resumed")
+        raise RefusedError(
+            f"run {run_id} on {agent.container} has no checkpoint to go on from.",
+            f"It went on from another itself: make train RESUME={before} {place}"
+            if before
+            else f"Start it anew: make train RECIPE=… {place}   Runs with a checkpoint: make status {place}",
+        )
+    last = run.get("steps")
+    if isinstance(last, int) and steps[-1] >= last:
+        raise RefusedError(
+            f"run {run_id} on {agent.container} has done all its {last} steps.",
+            "To train on, start a new run from its drafter: "
+            f"make train RECIPE=… SET='train.from_pretrained=runs/{run_id}' {place}",
+        )
 
 
 def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepReport) -> dict[str, Any]:

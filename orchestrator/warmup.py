@@ -63,6 +63,18 @@ def warm_up(
         result = ask(artifact=_send_artifact(agent, kept, report)) if kept.is_file() else ask()
     if result["compiled"]:
         _bring_artifact_home(agent, result, report)
+    return _warmed(agent, result)
+
+
+def find_warm(agent: Agent, report: StepReport, *, release: str, venv: str, recipe: Recipe) -> Warmed | None:
+    """What :func:`warm_up` would find without compiling; None where it would have to."""
+    report.update("looking at the compile cache")
+    request = {"recipe": recipe.to_dict(), "check": True}
+    result = call_module(agent, "payload.compile.warmup", request, release, venv, report)
+    return None if result["compiled"] and not result["warm"] else _warmed(agent, result)
+
+
+def _warmed(agent: Agent, result: Mapping[str, Any]) -> Warmed:
     return Warmed(
         cache=_fingerprint(agent, result),
         compiled=bool(result["compiled"]),

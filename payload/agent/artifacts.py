@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Iterator, List
 
 from payload.agent import state
+from payload.agent.checkpoints import CHECKPOINTS, MANIFEST
 from payload.agent.layout import Layout
 from payload.agent.protocol import Events, Json, Request
 
-CHECKPOINTS = "checkpoints"
-MANIFEST = "manifest.json"
 _PLAIN_FILES = (state.SPEC_FILE, state.STATE_FILE, state.OUTPUT_FILE, state.METRICS_FILE)
 _CHUNK_BYTES = 4 * 1024 * 1024
 

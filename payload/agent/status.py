@@ -7,15 +7,19 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import List, Optional
+from typing import BinaryIO, List, Optional
 
 from payload.agent import durable, state
+from payload.agent.checkpoints import whole_checkpoints
 from payload.agent.layout import Layout, active_name
 from payload.agent.protocol import Events, Json, Request
 from payload.agent.system import gpus
 from payload.errors import PayloadError
 
 _METRICS_TAIL_BYTES = 64 * 1024
+# An evaluation's line may lie hundreds of steps' lines before the last.
+_EVALUATIONS_TAIL_BYTES = 4 * 1024 * 1024
+_ACCEPTED = "accepted_length"
 # Counting a large cache must not make a status slow.
 _COUNT_DEADLINE_S = 1.0
 
@@ -23,7 +27,9 @@ _COUNT_DEADLINE_S = 1.0
 def status(request: Request, events: Events) -> Json:
     """Verb: one run (``run_id``) or all, newest first; the release and venv in use; caches, disk, GPUs.
 
-    ``left`` of a run is the pids of a job that goes on although its run is lost, and empty for every other run.
+    A run's ``checkpoints`` are the steps of its whole ones, ``steps`` how many its recipe asks for, and ``resumed`` the
+    run from whose checkpoint it went on. ``left`` is the pids of a job that goes on although its run is lost, and empty
+    for every other run.
     """
     layout = Layout.at(request.root)
     run_id = request.get("run_id", str)
@@ -60,8 +66,13 @@ def _describe(layout: Layout, run_id: str) -> Json:
     except (OSError, PayloadError) as error:
         return {"run_id": run_id, "state": "failed", "reason": f"cannot be read: {error}", "left": []}
     left = state.left_behind(layout, run)
+    recipe = _object(spec.get("recipe"))
     return {
         "run_id": run_id,
+        "recipe": recipe.get("name"),
+        "steps": _object(recipe.get("train")).get("steps"),
+        "resumed": Path(str(spec["resume_from"])).name if spec.get("resume_from") else None,
+        "checkpoints": whole_checkpoints(run_dir),
         "state": run.state,
         "created_at": run.created_at,
         "started_at": run.started_at,
@@ -79,6 +90,10 @@ def _describe(layout: Layout, run_id: str) -> Json:
     }
 
 
+def _object(value: object) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
 def _last_metrics(path: Path) -> Optional[Json]:
     """The newest value of each metric in the last lines that can be read, or None.
 
@@ -93,7 +108,23 @@ def _last_metrics(path: Path) -> Optional[Json]:
                 metrics = json.loads(line)
                 if isinstance(metrics, dict):
                     newest.update((name, value) for name, value in metrics.items() if value is not None)
+        if newest and _ACCEPTED not in newest:
+            newest.update(_last_accepted(file, end))
     return newest or None
+
+
+def _last_accepted(file: BinaryIO, end: int) -> Json:
+    """The last held-out accepted length in the last megabytes of the metrics, which may be none."""
+    file.seek(max(0, end - _EVALUATIONS_TAIL_BYTES))
+    content = file.read()
+    while (found := content.rfind(f'"{_ACCEPTED}"'.encode("ascii"))) >= 0:
+        start = content.rfind(b"\n", 0, found) + 1
+        with contextlib.suppress(ValueError, TypeError):
+            value = json.loads(content[start:].split(b"\n", 1)[0])[_ACCEPTED]
+            if value is not None:
+                return {_ACCEPTED: value}
+        content = content[:start]
+    return {}
 
 
 def _size(path: Path) -> int:

@@ -174,6 +174,8 @@ def test_what_the_recipe_reads_is_looked_for_before_anything_is_built(
     assert f"target: there is no folder {root}/models/none" in train.stderr
     assert "TO=data/none.jsonl" in train.stderr
     assert "venv" not in train.stderr
+    words = " ".join(word.removeprefix("--set=") for word in READS)
+    assert f"All of it: make doctor 'SET={words}' {place}" in train.stderr
     (root / "models/none").mkdir(parents=True)
     (root / "models/none/config.json").write_text("{}")
     for name in ("none", "empty"):

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.container import Container
 from orchestrator.errors import OrchestratorError, UsageError
 from orchestrator.recipes import (
+    make_arguments,
     parse_overrides,
     recipe_of_run,
     recipe_to_resume,
@@ -81,6 +82,13 @@ def test_a_space_inside_brackets_is_part_of_a_value_and_any_other_is_told_of() -
     with pytest.raises(UsageError, match="not of the form key=value") as raised:
         parse_overrides(["target.model=my", "model"])
     assert "a space inside a value needs brackets" in raised.value.hint
+
+
+def test_a_recipe_is_named_to_make_as_it_was_named() -> None:
+    assert make_arguments(None, ()) == ""
+    assert (
+        make_arguments("my recipe.yaml", ["a=1", "b=[x, y]"]) == "'RECIPE=my recipe.yaml' 'SET=a=1 b=[x, y]'"
+    )
 
 
 @pytest.mark.parametrize("spec", [[], {}, {"recipe": {"train": {"stepz": 1}}}])

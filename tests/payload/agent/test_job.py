@@ -426,6 +426,31 @@ def test_the_last_metrics_are_the_newest_of_each_kind_in_whole_lines(container: 
     assert newest == {"step": 2, "loss": 2.5, "accepted_length": 3.0}
 
 
+def test_the_last_held_out_length_is_told_however_many_steps_ago_it_was_measured(
+    container: FakeContainer,
+) -> None:
+    program = (
+        "file = open('metrics.jsonl', 'w')\n"
+        'file.write(\'{"step": 0, "accepted_length": 1.5}\\n{"step": 1, "accepted_length": null}\\n\')\n'
+        'for n in range(4000): file.write(\'{"step": %d, "simulated_accepted_length": 9}\\n\' % n)\n'
+    )
+    container.start("r1", program)
+    newest = container.wait_for_state("r1", "finished")["last_metrics"]
+    assert (newest["step"], newest["accepted_length"]) == (3999, 1.5)
+
+
+def test_a_run_tells_its_recipe_and_the_steps_of_its_whole_checkpoints(container: FakeContainer) -> None:
+    container.start("r1", "pass", recipe={"name": "mine", "train": {"steps": 300}}, resume_from="../r0")
+    checkpoints = container.root / "runs/r1/checkpoints"
+    for name in ("step-000100", "step-000300", "step-1000000", ".step-000400.half"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "manifest.json").touch()
+    (checkpoints / "step-000200").mkdir()
+    run = container.wait_for_state("r1", "finished")
+    assert (run["recipe"], run["steps"], run["resumed"]) == ("mine", 300, "r0")
+    assert run["checkpoints"] == [100, 300, 1_000_000]
+
+
 def test_stop_asks_the_job_and_leaves_its_children_to_it(container: FakeContainer) -> None:
     """torchrun ends its ranks in order; a TERM to everything at once shoots the compiler that a rank waits for."""
     child = (

@@ -1,0 +1,75 @@
+"""What the desk makes of a run's checkpoints: what can be gone on from, and what `status` shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.agent import Agent
+from orchestrator.container import Container
+from orchestrator.errors import RefusedError
+from orchestrator.logs import show_logs
+from orchestrator.records import new_run_id
+from orchestrator.status import show_status, status
+from orchestrator.train import prepare
+from payload.recipe import load_recipe
+from tests.orchestrator.test_job_steps import QUIET, agent, records_of_their_own
+from tests.program_runs import spec
+
+__all__ = ["agent", "records_of_their_own"]
+
+
+def ended_run(agent: Agent, *, steps: tuple[int, ...] = (), program: str = "", **changes: Any) -> str:
+    """A run that is over and has checkpoints of these steps, as far as their manifests tell."""
+    run_id = new_run_id()
+    agent.call("start", {"run_id": run_id, "spec": spec(run_id, program, **changes)})
+    show_logs(agent, lambda data: None, run_id=run_id, follow=True)
+    for step in steps:
+        folder = Path(agent.container.settings.root) / f"runs/{run_id}/checkpoints/step-{step:06d}"
+        folder.mkdir()
+        (folder / "manifest.json").touch()
+    return run_id
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "message", "hint"),
+    [
+        ((), {}, "has no checkpoint", "make train RECIPE="),
+        (
+            (),
+            {"resume_from": "../20260101-000000-abcdef"},
+            "has no checkpoint",
+            "RESUME=20260101-000000-abcdef",
+        ),
+        ((100, 300), {}, "has done all its 300 steps", "SET='train.from_pretrained=runs/{run_id}'"),
+    ],
+)
+def test_a_run_that_cannot_be_gone_on_from_is_refused_before_anything_is_built(
+    container: Container,
+    agent: Agent,
+    steps: tuple[int, ...],
+    changes: dict[str, Any],
+    message: str,
+    hint: str,
+) -> None:
+    recipe = load_recipe("tiny-cpu")
+    run_id = ended_run(agent, steps=steps, recipe=recipe.to_dict(), **changes)
+    with pytest.raises(RefusedError, match=message) as raised:
+        prepare(container, recipe, QUIET, resume=run_id)
+    assert raised.value.exit_status == 4
+    assert hint.format(run_id=run_id) in raised.value.hint
+    assert "HOST=local CT=200" in raised.value.hint
+
+
+def test_status_shows_each_runs_recipe_held_out_length_and_newest_checkpoint(
+    agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "open('metrics.jsonl', 'w').write('{\"step\": 120, \"accepted_length\": 2.5}\\n')"
+    run_id = ended_run(agent, steps=(100,), program=program, recipe={"name": "mine"})
+    show_status(QUIET, status(agent, run_id))
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    heads, row = (line for line in lines if line[0] in ("run", run_id))
+    shown = dict(zip(heads, row, strict=True))
+    assert (shown["recipe"], shown["accepted"], shown["checkpoint"]) == ("mine", "2.50", "100")
