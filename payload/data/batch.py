@@ -21,8 +21,12 @@ class Batch:
     position_ids: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on ``device``; copies to a GPU overlap with its work when the source is pinned."""
-        return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+        """The batch on ``device``. To a GPU it goes through pinned memory: from any other, the host waits until the GPU
+        has done all that was queued before."""
+        tensors = self.tensors()
+        if device.type == "cuda":
+            tensors = [tensor if tensor.is_cuda else tensor.pin_memory() for tensor in tensors]
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
     def tensors(self) -> list[torch.Tensor]:
         """The four tensors in the order of the fields."""
