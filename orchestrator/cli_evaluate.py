@@ -24,9 +24,15 @@ from orchestrator.errors import RemoteError, UsageError
 from orchestrator.evaluate import Question, show_evaluation
 from orchestrator.evaluate import evaluate as evaluate_drafter
 from orchestrator.inventory import DEFAULT_INVENTORY
-from orchestrator.recipes import changed_recipe, parse_overrides, recipe_of_run, resolve_recipe
+from orchestrator.recipes import (
+    changed_recipe,
+    parse_overrides,
+    recipe_of_run,
+    refuse_unread_by_evaluation,
+    resolve_recipe,
+)
 from orchestrator.records import RUN_ID
-from orchestrator.status import newest_run
+from orchestrator.status import newest_with_a_checkpoint, status
 
 
 def evaluate(
@@ -68,6 +74,7 @@ def evaluate(
             "--drafter without --recipe: which target it drafts for is not known.",
             "Name the recipe whose target it is: RECIPE= (--recipe).",
         )
+    refuse_unread_by_evaluation(override or ())
     console = Console()
     with open_container(console, host, ct, inventory) as container:
         own = recipe is None
@@ -101,9 +108,13 @@ def _check_overrides(container: Container, run: str | None, override: list[str])
     """
     parse_overrides(override)
     try:
-        run = run or newest_run(Agent.current(container))
+        run = run or _newest(Agent.current(container))
         recipe = recipe_of_run(container, run)
     except (NoAnswer, RemoteError):
         return run
     changed_recipe(recipe, override)
     return run
+
+
+def _newest(agent: Agent) -> str:
+    return newest_with_a_checkpoint(agent, status(agent)["runs"])

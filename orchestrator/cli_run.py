@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,8 +29,7 @@ from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.logs import LogEnd, show_logs
 from orchestrator.recipes import make_arguments, recipe_to_resume, resolve_recipe
 from orchestrator.records import RUN_ID
-from orchestrator.status import newest_run
-from orchestrator.status import status as container_status
+from orchestrator.status import checkpoints_of, newest_of, newest_run, status
 from orchestrator.status import stop as stop_run
 from orchestrator.train import prepare, start_job
 
@@ -136,13 +136,26 @@ def fetch(
     console = Console()
     with open_container(console, host, ct, inventory) as container:
         agent = Agent.current(container)
-        run_id = run or newest_run(agent)
+        runs = [] if run else status(agent)["runs"]
+        run_id = run or newest_of(agent, runs)
         with console.step("fetch") as report:
+            if note := _newer_without_a_checkpoint(runs):
+                report.note(note)
             fetched = fetch_run(container, agent, run_id, to, report)
             report.outcome = (
                 f"{fetched.files} files in {fetched.folder}, {fetched.new_files} of them new "
                 f"({fetched.size_bytes / 1e6:.1f} MB)"
             )
+
+
+def _newer_without_a_checkpoint(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What to know where the newest run, which is fetched, has no checkpoint and an earlier one has."""
+    earlier = next((run["run_id"] for run in runs[1:] if checkpoints_of(run)), None)
+    if earlier is None or checkpoints_of(runs[0]):
+        return ""
+    return (
+        f"run {runs[0]['run_id']}, the newest, has no checkpoint; the newest that has one: RUN_ID={earlier}"
+    )
 
 
 def _follow(
@@ -186,7 +199,7 @@ _END_WORDS = {"failed": "failed", "stopped": "was stopped", "lost": "was lost"}
 
 def _reason(agent: Agent, run_id: str) -> str:
     """Why a run ended as it did, as far as its metrics and its supervisor say."""
-    [run] = container_status(agent, run_id)["runs"]
+    [run] = status(agent, run_id)["runs"]
     reason = (run.get("last_metrics") or {}).get("verdict") or run.get("reason")
     return f": {str(reason).rstrip('.')}." if reason and run["state"] == "failed" else "."
 

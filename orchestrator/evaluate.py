@@ -10,7 +10,7 @@ from orchestrator.agent import Agent
 from orchestrator.console import Console, StepReport
 from orchestrator.errors import RefusedError
 from orchestrator.recipes import job_gpus
-from orchestrator.status import is_active, newest_of, status
+from orchestrator.status import is_active, newest_with_a_checkpoint, status
 from payload.recipe import Recipe
 
 IDLE_TIMEOUT_S = 1800.0
@@ -22,7 +22,7 @@ class Question:
     """What is evaluated, and how. Paths are the container's; a relative one is below its root."""
 
     drafter: str | None = None
-    """A run's folder, or that of an exported drafter. None: the newest run's."""
+    """A run's folder, or that of an exported drafter. None: the newest run's that has a checkpoint."""
     checkpoint: str = "newest"
     """Of a run: ``newest``, ``best``, or a step's number."""
     recipe: Recipe | None = None
@@ -41,7 +41,7 @@ def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bo
     """The answer of ``payload.evaluate``, computed with the venv in use.
 
     Raises :class:`RefusedError` while a job runs in the container, unless ``beside`` it is asked for, and
-    :class:`orchestrator.errors.UsageError` when the newest run is meant and there is none.
+    :class:`orchestrator.errors.UsageError` when no drafter is named and no run has a checkpoint.
     """
     runs = [] if beside and question.drafter else status(agent)["runs"]
     if not beside:
@@ -49,7 +49,7 @@ def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bo
     settings = agent.container.settings
     gpu = [str(gpu) for gpu in job_gpus(settings)[:1]]
     request = {
-        "drafter": question.drafter or f"runs/{newest_of(agent, runs)}",
+        "drafter": question.drafter or f"runs/{newest_with_a_checkpoint(agent, runs)}",
         "checkpoint": question.checkpoint,
         "overrides": dict(question.overrides),
         "temperature": question.temperature,

@@ -51,6 +51,21 @@ def newest_of(agent: Agent, runs: Sequence[Mapping[str, Any]], *, active: bool =
     raise UsageError(f"{agent.container}: {what}.", "`status` shows all runs, `train` starts one.")
 
 
+def newest_with_a_checkpoint(agent: Agent, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Of what :func:`status` has told, the newest run with a whole checkpoint.
+
+    Raises :class:`UsageError` when none has one, or there is no run.
+    """
+    newest = newest_of(agent, runs)
+    for run in runs:
+        if checkpoints_of(run):
+            return str(run["run_id"])
+    raise UsageError(
+        f"{agent.container}: no run has a whole checkpoint yet, the newest, {newest}, neither.",
+        f"Its log: make logs RUN_ID={newest} {agent.container.destination.make_arguments}",
+    )
+
+
 def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP_GRACE_S) -> dict[str, Any]:
     """End a run: ask its processes, wait ``grace_s``, kill what is left; returns when none is left."""
     report.update(f"asking run {run_id} to end")

@@ -31,6 +31,7 @@ from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
 from payload.drafter.checkpoint import load_drafter
 from payload.errors import PayloadError
+from payload.places import place
 from payload.recipe import Recipe, recipe_from_dict
 from payload.target import Target
 from payload.trainer.checkpoint import find_drafter
@@ -105,6 +106,13 @@ def _recipe(request: Request, drafter: Path) -> Recipe:
 def _with_prompts(recipe: Recipe, request: Request) -> Recipe:
     prompts = request.get("prompts", str)
     if prompts is not None:
+        if not prompts.startswith("hub:") and prompts != "demo" and not place(prompts).is_file():
+            raise PayloadError(
+                f"There is no file {place(prompts)} of prompts in the container.",
+                hint=f"PROMPTS= is a JSONL file below the container's root. Bring it: make put FILE=<prompts.jsonl> "
+                f"TO={prompts}",
+                kind="usage",
+            )
         recipe = replace(recipe, data=replace(recipe.data, eval=(prompts,)))
     if not recipe.data.eval:
         raise PayloadError(

@@ -118,6 +118,9 @@ def _bring(needs: Needs, what: str, names: list[str], other: str) -> str:
     fixes = []
     for name in names:
         place = _below_root(needs, name)
+        if PurePosixPath(name).parts[:1] == ("runs",):
+            fixes.append(f"the runs that are there: make status {needs.place}".rstrip())
+            continue
         fixes.append(
             f"make put FILE={what} TO={shlex.quote(place)} {needs.place}".rstrip()
             if place

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from payload.data.sealed import open_sealed, sealed_folder
+from payload.data.sealed import MANIFEST, open_sealed, sealed_folder
 from payload.drafter.checkpoint import save_drafter
 from payload.drafter.config import DrafterConfig
 from payload.errors import PayloadError
@@ -183,7 +183,7 @@ def find_drafter(path: Path, checkpoint: str, warn: Callable[[str], None]) -> Pa
     """
     if (path / "config.json").is_file():
         return path
-    folders = checkpoint_folders(path / "checkpoints")
+    every = folders = checkpoint_folders(path / "checkpoints")
     if checkpoint.isdecimal():
         folders = {step: folder for step, folder in folders.items() if step == int(checkpoint)}
     elif checkpoint == "best":
@@ -201,9 +201,13 @@ def find_drafter(path: Path, checkpoint: str, warn: Callable[[str], None]) -> Pa
             continue
         return folder / "drafter"
     which = {"newest": "", "best": " that was measured"}.get(checkpoint, f" of step {checkpoint}")
+    whole = ", ".join(str(step) for step, folder in sorted(every.items()) if (folder / MANIFEST).is_file())
     raise PayloadError(
         f"There is no drafter in {path}: neither an export nor a run with a whole checkpoint{which}.",
-        hint="Name a folder with config.json and model.safetensors, or a run that has written a checkpoint.",
+        hint=f"It has checkpoints of step {whole}."
+        if whole
+        else "Name a run that has written a checkpoint (make status shows which have), or a folder with config.json "
+        "and model.safetensors.",
         kind="usage",
     )
 

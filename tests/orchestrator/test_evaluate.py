@@ -149,7 +149,7 @@ def test_what_cannot_be_evaluated_is_said_in_words(
 
 BAD_RECIPES = [
     (("--recipe", "no-such"), "No recipe no-such"),
-    (("--recipe", "tiny-cpu", "--set", "data.evall=[x]"), "data.evall: there is no such key"),
+    (("--recipe", "tiny-cpu", "--set", "data.eval_rows=x"), "data.eval_rows: "),
     (("--set", "data.eval_rows"), "not of the form key=value"),
 ]
 
@@ -168,12 +168,36 @@ def test_a_recipe_that_is_none_is_refused_before_anything_is_brought_there(
     assert not current.exists()
 
 
+def test_without_a_run_the_newest_with_a_checkpoint_is_evaluated_and_a_step_that_is_not_there_is_told(
+    agent: Agent, local_node: NodeInfo, folder: Path
+) -> None:
+    run_id = run_with_a_checkpoint(agent, folder)
+    start(agent, "print('nothing')", {})
+    shown = orchestrator(local_node, "evaluate", "--set", "data.eval_rows=1", "--max-new-tokens", "2")
+    assert shown.returncode == 0, shown.stderr
+    assert f"runs/{run_id}/checkpoints/step-000001/drafter" in shown.stdout
+    shown = orchestrator(local_node, "evaluate", "--checkpoint", "150")
+    assert (shown.returncode, "of step 150" in shown.stderr) == (2, True), shown.stderr
+    assert "It has checkpoints of step 1." in shown.stderr
+    shown = orchestrator(local_node, "evaluate", "--prompts", "nope.jsonl")
+    assert (shown.returncode, "/nope.jsonl of prompts" in shown.stderr) == (2, True), shown.stderr
+    assert "make put" in shown.stderr
+    assert "PROMPTS=" in shown.stderr
+
+
+def test_what_an_evaluation_does_not_use_is_refused_at_once(agent: Agent, local_node: NodeInfo) -> None:
+    shown = orchestrator(local_node, "evaluate", "--set", "drafter.num_layers=7")
+    assert shown.returncode == 2, shown.stderr
+    assert "does not use drafter.num_layers" in shown.stderr
+    assert "deploy" not in shown.stderr
+
+
 def test_what_does_not_fit_a_runs_own_recipe_is_refused_before_anything_is_brought_there(
     agent: Agent, local_node: NodeInfo
 ) -> None:
     run_id = start(agent, "print('done')", load_recipe("tiny-cpu").to_dict())
     for run in (run_id,), ():
-        shown = orchestrator(local_node, "evaluate", *run, "--set", "data.evall=[x]")
+        shown = orchestrator(local_node, "evaluate", *run, "--set", "data.eval_rows=x")
         assert shown.returncode == 2, shown.stderr
-        assert "data.evall: there is no such key" in shown.stderr
+        assert "data.eval_rows: " in shown.stderr
         assert "deploy" not in shown.stderr

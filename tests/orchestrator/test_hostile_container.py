@@ -172,7 +172,10 @@ def test_the_newest_run_is_the_one_that_the_agent_tells_first(hostile: Hostile) 
 
 
 def test_an_evaluation_of_the_newest_run_asks_once_for_the_runs(hostile: Hostile, tmp_path: Path) -> None:
-    agent = hostile(status={"runs": [{"run_id": RUN, "state": "finished"}]}, call={"accepted_length": 1.5})
+    agent = hostile(
+        status={"runs": [{"run_id": RUN, "state": "finished", "checkpoints": [100]}]},
+        call={"accepted_length": 1.5},
+    )
     with QUIET.step("evaluate") as report:
         assert evaluate(agent, Question(), report) == {"accepted_length": 1.5}
     assert asked(tmp_path) == ["status", "call"]

@@ -9,16 +9,20 @@ import pytest
 
 from orchestrator.agent import Agent
 from orchestrator.container import Container
-from orchestrator.errors import RefusedError
+from orchestrator.errors import RefusedError, UsageError
+from orchestrator.localnode.node import NodeInfo
 from orchestrator.logs import show_logs
 from orchestrator.records import new_run_id
-from orchestrator.status import show_status, status
+from orchestrator.status import newest_with_a_checkpoint, show_status, status
 from orchestrator.train import prepare
 from payload.recipe import load_recipe
+from tests.orchestrator.test_cli import orchestrator
 from tests.orchestrator.test_job_steps import QUIET, agent, records_of_their_own
 from tests.program_runs import spec
 
 __all__ = ["agent", "records_of_their_own"]
+
+PLACE = ("--host", "local", "--ct", "200")
 
 
 def ended_run(agent: Agent, *, steps: tuple[int, ...] = (), program: str = "", **changes: Any) -> str:
@@ -73,3 +77,25 @@ def test_status_shows_each_runs_recipe_held_out_length_and_newest_checkpoint(
     heads, row = (line for line in lines if line[0] in ("run", run_id))
     shown = dict(zip(heads, row, strict=True))
     assert (shown["recipe"], shown["accepted"], shown["checkpoint"]) == ("mine", "2.50", "100")
+
+
+def test_where_no_run_is_named_the_newest_with_a_whole_checkpoint_is_meant(agent: Agent) -> None:
+    first = ended_run(agent, steps=(100,))
+    newest = ended_run(agent)
+    runs = status(agent)["runs"]
+    assert newest_with_a_checkpoint(agent, runs) == first
+    with pytest.raises(UsageError, match=f"no run has a whole checkpoint yet, the newest, {newest}"):
+        newest_with_a_checkpoint(agent, runs[:1])
+
+
+def test_a_fetch_of_the_newest_run_says_when_only_an_earlier_one_has_a_checkpoint(
+    agent: Agent, local_node: NodeInfo, tmp_path: Path
+) -> None:
+    first = ended_run(agent, steps=(100,))
+    newest = ended_run(agent)
+    fetched = orchestrator("fetch", *PLACE, "--to", str(tmp_path), inventory=local_node.inventory)
+    assert f"files in {tmp_path}/{newest}" in fetched.stderr
+    assert (
+        f"run {newest}, the newest, has no checkpoint; the newest that has one: RUN_ID={first}"
+        in fetched.stderr
+    )

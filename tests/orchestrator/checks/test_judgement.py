@@ -329,7 +329,12 @@ def test_a_run_that_is_going_on_is_told_with_the_gpus_that_it_holds_and_is_no_fa
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("models/draft", "TO=models/draft"), ("runs/20260101-0", "or the tool's own")]
+    ("name", "advice"),
+    [
+        ("models/draft", "TO=models/draft"),
+        ("runs/20260101-0", "make status HOST="),
+        ("targets/x", "or the tool's own"),
+    ],
 )
 def test_the_drafter_that_a_run_begins_with_is_looked_for_unless_it_goes_on(name: str, advice: str) -> None:
     recipe = load_recipe("smollm2", {"train.from_pretrained": name})
