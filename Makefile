@@ -85,8 +85,8 @@ put: $(VENV)/.desk ## Bring a file or folder of the desk into the container (FIL
 	@$(RUN) put $(if $(call on,DELETE),--delete) $(call option,--to,TO) $(if $(call given,FILE),-- $(call argument,FILE))
 script: $(VENV)/.desk ## Run a file of the desk in the container (FILE=, ARGS="a b", IN_VENV=1, TIMEOUT=<seconds>)
 	@$(RUN) script $(if $(call on,IN_VENV),--venv) $(call option,--timeout,TIMEOUT) $(if $(call given,FILE),-- $(call argument,FILE) $(call arguments,ARGS))
-prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins
-	@$(RUN) prune
+prune: $(VENV)/.desk ## Remove releases, venvs and uploads that no run pins (RUNS=<how many to keep> or RUN_ID=: runs too, APPLY=1)
+	@$(RUN) prune $(call option,--keep-runs,RUNS) $(call options,--run,RUN_ID) $(if $(call on,APPLY),--apply)
 locks: $(VENV)/.desk ## Who is changing the container, and for how long (BREAK=<lock>: end that one; JSON=1)
 	@$(RUN) locks $(call option,--break,BREAK) $(if $(call on,JSON),--json)
 cache: $(VENV)/.desk ## Compile caches (ACTION=list, show, verify or prune; FINGERPRINT=, APPLY=1)

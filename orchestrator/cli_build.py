@@ -20,9 +20,11 @@ from orchestrator.cli_options import (
     open_step,
 )
 from orchestrator.console import Console
+from orchestrator.errors import UsageError
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.probe import probe as probe_container
 from orchestrator.probe import show_probe
+from orchestrator.prune import remove_runs, show_removed_runs
 from orchestrator.recipes import resolve_recipe
 from orchestrator.venv import build_venv
 from orchestrator.warmup import warm_up
@@ -77,10 +79,36 @@ def prune(
     keep: Annotated[
         int, typer.Option("--keep", min=0, help="How many of each to keep besides what is pinned.")
     ] = 2,
+    keep_runs: Annotated[
+        int | None,
+        typer.Option("--keep-runs", min=0, help="Runs too, but for the newest N and what they need."),
+    ] = None,
+    runs: Annotated[
+        list[str] | None, typer.Option("--run", metavar="RUN", help="This run too. May be repeated.")
+    ] = None,
+    apply: Annotated[
+        bool,
+        typer.Option("--apply", help="Remove those runs; else they are only shown, and nothing is removed."),
+    ] = False,
 ) -> None:
-    """Remove releases, venvs and uploads that no run pins and nothing uses. Runs and compile caches stay."""
+    """Remove releases, venvs and uploads that no run pins and nothing uses; with --keep-runs or --run, runs first.
+
+    A run goes with its checkpoints, metrics and log. Compile caches stay: `cache prune`.
+    """
     console = Console()
+    if keep_runs is not None and runs:
+        raise UsageError(
+            "--keep-runs and --run were given.", "Name runs (RUN_ID=), or how many to keep (RUNS=)."
+        )
     with open_step("prune", console, host, ct, inventory) as (agent, report):
+        if keep_runs is not None or runs:
+            found = remove_runs(agent, report, keep=keep_runs, run_ids=runs, apply=apply)
+            show_removed_runs(console, found)
+            if not apply:
+                report.outcome = (
+                    f"would remove {len(found['runs'])} runs; nothing was. Remove them: APPLY=1 (--apply)"
+                )
+                return
         removed = agent.call("prune", {"keep": keep}, on_event=report.on_event)["removed"]
         report.outcome = f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
 

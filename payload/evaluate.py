@@ -17,6 +17,7 @@ The result: ``{"accepted_length", "accepted_by_position", "prompts", "tokens", "
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ import torch
 
 from payload.agent.durable import read_json
 from payload.agent.protocol import Events, Request, serve
+from payload.agent.usage import using
 from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
 from payload.drafter.checkpoint import load_drafter
@@ -41,6 +43,11 @@ from payload.trainer.heldout import PROMPTS_AT_ONCE, Sampling, held_out_prompts,
 def run_evaluation(request: Request, events: Events) -> dict[str, Any]:
     """Handle one request (see the module). Raises PayloadError when drafter, target or prompts are missing."""
     named = Path(request.root) / request.need("drafter", str)
+    with using(named) if named.is_dir() else contextlib.nullcontext():
+        return _evaluated(named, request, events)
+
+
+def _evaluated(named: Path, request: Request, events: Events) -> dict[str, Any]:
     folder = find_drafter(named, request.get("checkpoint", str) or "newest", events.note)
     recipe = _with_prompts(_recipe(request, named), request)
     device = torch.device(request.get("device", str) or ("cuda" if torch.cuda.is_available() else "cpu"))

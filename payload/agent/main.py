@@ -37,6 +37,7 @@ VERBS = {
     "locks": Verb("payload.agent.locks"),
     "script": Verb("payload.agent.script"),
     "prune": Verb("payload.agent.prune", outlives_caller=True),
+    "remove_runs": Verb("payload.agent.remove_runs", outlives_caller=True),
 }
 
 

@@ -99,3 +99,29 @@ def test_a_fetch_of_the_newest_run_says_when_only_an_earlier_one_has_a_checkpoin
         f"run {newest}, the newest, has no checkpoint; the newest that has one: RUN_ID={first}"
         in fetched.stderr
     )
+
+
+def test_prune_shows_the_runs_that_would_go_and_removes_them_when_told_to(
+    agent: Agent, local_node: NodeInfo
+) -> None:
+    first = ended_run(agent)
+    newest = ended_run(agent, resume_from=f"../{first}")
+    runs = Path(agent.container.settings.root) / "runs"
+    arguments = ("prune", *PLACE, "--keep", "99")
+    shown = orchestrator(*arguments, "--keep-runs", "0", inventory=local_node.inventory)
+    assert shown.returncode == 0, shown.stderr
+    assert f"{newest}\tfinished" in shown.stdout
+    assert "nowhere by this desk" in shown.stdout
+    assert "APPLY=1" in shown.stderr
+    assert (runs / first).is_dir()
+    refused = orchestrator(*arguments, "--run", first, "--apply", inventory=local_node.inventory)
+    assert refused.returncode == 4
+    assert f"run {newest} went on from its checkpoint" in refused.stderr
+    gone = orchestrator(
+        *arguments, "--run", newest, "--run", first, "--apply", inventory=local_node.inventory
+    )
+    assert gone.returncode == 0, gone.stderr
+    assert not (runs / first).exists()
+    assert not (runs / newest).exists()
+    both = orchestrator(*arguments, "--run", first, "--keep-runs", "1", inventory=local_node.inventory)
+    assert both.returncode == 2

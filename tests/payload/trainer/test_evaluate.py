@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from payload.agent.usage import unused
 from payload.drafter.checkpoint import load_drafter, save_drafter
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
@@ -47,6 +48,14 @@ def finished(
     job = run(root / "runs" / "a", recipe)
     assert job.wait() == [0], job.output()
     return root, {"recipe": recipe.to_dict(), "job": job}
+
+
+def test_a_run_that_is_just_being_removed_is_not_evaluated(finished: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = finished
+    with unused(root / "runs" / "a") as free:
+        assert free
+        status, final, _ = ask(root, drafter="runs/a", device="cpu")
+    assert (status, final["error"]["kind"]) == (1, "busy"), final
 
 
 def test_a_run_is_evaluated_with_its_own_recipe_and_what_is_changed_of_it(

@@ -1,0 +1,48 @@
+"""Prune: runs that are over, when somebody asks for it; never one that is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator import told_names
+from orchestrator.agent import Agent
+from orchestrator.console import Console, StepReport, size_text
+from orchestrator.records import load_record
+from orchestrator.told_names import told_name
+
+REMOVAL_IDLE_TIMEOUT_S = 600.0
+
+
+def remove_runs(
+    agent: Agent, report: StepReport, *, keep: int | None, run_ids: Sequence[str] | None, apply: bool
+) -> dict[str, Any]:
+    """Remove the runs ``run_ids``, or all but the newest ``keep``; without ``apply`` only tell which they are.
+
+    Returns what the agent's verb of that name does. Raises :class:`orchestrator.errors.RefusedError` for a named run
+    that is going on, is being read, or from which one that stays went on.
+    """
+    report.update("looking at the runs")
+    request = {"keep": keep, "run_ids": list(run_ids) if run_ids else None, "apply": apply}
+    found = agent.call(
+        "remove_runs", request, on_event=report.on_event, idle_timeout_s=REMOVAL_IDLE_TIMEOUT_S
+    )
+    for run in found["runs"]:
+        told_name(run["run_id"], told_names.RUN, "run", agent.container)
+    return found
+
+
+def show_removed_runs(console: Console, found: Mapping[str, Any]) -> None:
+    """The runs with their sizes and where this desk has brought them; those that stay, and why."""
+    rows = [
+        (run["run_id"], run["state"], size_text(run["bytes"]), _home(run["run_id"])) for run in found["runs"]
+    ]
+    if rows:
+        console.table(("removed" if found["applied"] else "would go", "state", "size", "fetched to"), rows)
+    for run_id, why in found["kept"].items():
+        console.line(f"  run {run_id} stays: {why}")
+
+
+def _home(run_id: str) -> str:
+    record = load_record(run_id)
+    return (record.fetched_to if record is not None else None) or "nowhere by this desk"
