@@ -117,21 +117,14 @@ class RunReport:
             share = f"{totals.skipped} of {totals.micro_batches} micro-batches"
             say(f"warning: {share} had features that are not finite and did not count")
         if not all(learned):
-            say(
-                f"warning: {learned.count(False)} of {len(learned)} steps changed no weight: their gradients were "
-                "not finite, or nothing counted"
-            )
+            steps = f"{learned.count(False)} of {len(learned)} steps"
+            say(f"warning: {steps} changed no weight: {_why_barren(totals)}")
         since_one_learned = [*reversed(learned), True].index(True)
         self._barren_steps = since_one_learned + (0 if any(learned) else self._barren_steps)
         whole_run = step == recipe.train.steps and self._barren_steps == step - self._run.first_step + 1
         if self._barren_steps >= _BARREN_STEPS or whole_run:
             raise PayloadError(
-                f"The last {self._barren_steps} steps changed no weight: "
-                + (
-                    "none of their features were finite."
-                    if totals.skipped == totals.micro_batches
-                    else "their gradients were not finite, or nothing counted."
-                ),
+                f"The last {self._barren_steps} steps changed no weight: {_why_barren(totals)}.",
                 hint="Check the target's weights and dtype (float16 overflows where bfloat16 does not), optim.lr, and "
                 "that the training data is supervised.",
             )
@@ -205,6 +198,14 @@ def judge(recipe: Recipe, ended: Progress) -> tuple[int, str]:
         return 0, f"finished: improved: {loss}, {accepted}"
     verdict = f"failed: no clear improvement: {loss}, {accepted}"
     return EXIT_FAILED, f"{verdict} (train.assert_improves asks for one; false lets such a run finish)"
+
+
+def _why_barren(totals: Totals) -> str:
+    if totals.skipped == totals.micro_batches:
+        return "none of their features were finite"
+    if totals.weight_sum == 0:
+        return "nothing in them counted"
+    return "their gradients were not finite"
 
 
 def _peak_memory(device: torch.device) -> int:

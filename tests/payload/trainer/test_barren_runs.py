@@ -58,9 +58,9 @@ def report_in(folder: Path) -> tuple[RunReport, MetricsLog]:
     return RunReport(run, log), log
 
 
-def interval(norms: list[float]) -> Interval:
+def interval(norms: list[float], skipped: int = 0, weight: float = 1.0) -> Interval:
     slots = (0.0, 1.0, 1.0, 1.0)
-    totals = Totals(1.0, 1.0, 0, len(norms), slots, slots, slots)
+    totals = Totals(1.0, weight, skipped, len(norms), slots, slots, slots)
     return Interval(totals, 1.0, torch.tensor(norms), 0.0, 0.0)
 
 
@@ -90,3 +90,17 @@ def test_ten_missed_in_a_row_end_the_run_however_often_it_reports(tmp_path: Path
     with log, pytest.raises(PayloadError, match="changed no weight: their gradients were not finite"):
         train()
     assert max(reported, default=0) < 7 + 10
+
+
+@pytest.mark.parametrize(
+    ("skipped", "weight", "why"),
+    [
+        (10, 0.0, "none of their features were finite"),
+        (0, 0.0, "nothing in them counted"),
+        (0, 1.0, "their gradients were not finite"),
+    ],
+)
+def test_why_nothing_was_learned_is_said(tmp_path: Path, skipped: int, weight: float, why: str) -> None:
+    report, log = report_in(tmp_path)
+    with log, pytest.raises(PayloadError, match=why):
+        report.trained(10, interval([NAN] * 10, skipped, weight), tokens_seen=1)
