@@ -14,7 +14,7 @@ PARTIAL_PREFIX = ".dflash-partial-"
 
 OWN = (
     "releases", "current", "venvs", "venv", "cache", "uv-cache", "runs", "locks", "incoming", "tools", "wheelhouse",
-    "python", "uncached", "answers", "features", "targets",
+    "python", "uncached", "answers", "features", "targets", "packed",
 )  # fmt: skip
 """All that is made below the root for the tool itself. Every other name there is the user's."""
 
@@ -114,6 +114,11 @@ class Layout:
     def answers(self) -> Path:
         """A target's answers to training prompts (``data.regenerate``), used again by later runs."""
         return self.root / "answers"
+
+    @property
+    def packed(self) -> Path:
+        """Training sets, encoded and packed, used again by later runs."""
+        return self.root / "packed"
 
     @property
     def features(self) -> Path:

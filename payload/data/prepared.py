@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -52,7 +53,7 @@ def prepare(
 
     Raises ``PayloadError`` when no row is usable, with the reasons, or when the chat template cannot be trusted.
     """
-    examples: list[Example] = []
+    documents: list[_Document] = []
     skipped: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     rows_read = 0
@@ -63,24 +64,24 @@ def prepare(
             verify_template(tokenizer)
             template_checked = True
         try:
-            examples.append(encode_row(row, tokenizer, row_length, min_loss_tokens, notes))
+            documents.append(_compact(encode_row(row, tokenizer, row_length, min_loss_tokens, notes)))
         except RowSkippedError as error:
             skipped[str(error)] += 1
-    if not examples:
+    if not documents:
         reasons = "; ".join(f"{count} rows: {reason}" for reason, count in sorted(skipped.items()))
         raise PayloadError(
             f"None of {rows_read} rows of training data can be used.",
             hint=f"Why: {reasons}." if reasons else "The sources hold no rows.",
         )
-    packed = pack([len(example.input_ids) for example in examples], row_length)
-    tensors = _fill(examples, packed, row_length)
+    packed = pack([len(document.input_ids) for document in documents], row_length)
+    tensors = _fill(documents, packed, row_length)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.partial")
     preparation = Preparation(
         rows_read=rows_read,
-        documents=len(examples),
+        documents=len(documents),
         packed_rows=len(packed),
-        tokens=sum(len(example.input_ids) for example in examples),
+        tokens=sum(len(document.input_ids) for document in documents),
         loss_tokens=int(tensors["loss_mask"].sum()),
         skipped=dict(skipped),
         notes=dict(notes),
@@ -90,19 +91,36 @@ def prepare(
     return preparation
 
 
-def _fill(examples: list[Example], packed: list[list[int]], row_length: int) -> dict[str, torch.Tensor]:
+def read_preparation(path: Path) -> Preparation:
+    """What `prepare` returned when it wrote ``path``."""
+    with safe_open(path, framework="pt") as file:
+        return Preparation(**json.loads(file.metadata()["preparation"]))
+
+
+class _Document(NamedTuple):
+    """An `Example` in 5 bytes a token: as lists, those of a large set take more memory than a machine has."""
+
+    input_ids: array[int]
+    loss_mask: bytearray
+
+
+def _compact(example: Example) -> _Document:
+    return _Document(array("i", example.input_ids), bytearray(example.loss_mask))
+
+
+def _fill(documents: list[_Document], packed: list[list[int]], row_length: int) -> dict[str, torch.Tensor]:
     shape = (len(packed), row_length)
     input_ids = torch.zeros(shape, dtype=torch.int32)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     document_ids = torch.full(shape, -1, dtype=torch.int32)
     for row, members in enumerate(packed):
         start = 0
-        for document, member in enumerate(members):
-            example = examples[member]
-            end = start + len(example.input_ids)
-            input_ids[row, start:end] = torch.tensor(example.input_ids, dtype=torch.int32)
-            loss_mask[row, start:end] = torch.tensor(example.loss_mask)
-            document_ids[row, start:end] = document
+        for number, member in enumerate(members):
+            document = documents[member]
+            end = start + len(document.input_ids)
+            input_ids[row, start:end] = torch.frombuffer(document.input_ids, dtype=torch.int32)
+            loss_mask[row, start:end] = torch.frombuffer(document.loss_mask, dtype=torch.bool)
+            document_ids[row, start:end] = number
             start = end
     return {"input_ids": input_ids, "loss_mask": loss_mask, "document_ids": document_ids}
 

@@ -12,6 +12,9 @@ from payload.errors import PayloadError
 from payload.places import place_or_hub_name
 from payload.recipe import TargetSpec
 
+ROW_FIELDS = ("messages", "text", "input_ids", "loss_mask")
+"""All of a row that encoding looks at."""
+
 
 @dataclass(frozen=True)
 class Example:

@@ -166,7 +166,7 @@ def _train(
         tokenizer = load_tokenizer(opened.target)
         answer_prompts(recipe, opened.answers, target, tokenizer, ranks, roles, stop)
     if lead_target and target is not None:
-        prepared = prepare_run(recipe, opened, target, run_dir, root, stop)
+        prepared = prepare_run(recipe, opened, target, root, stop)
     prepared = ranks.hand_out("prepared", prepared, roles.lead_target, stop)
     head, embedding = _share_weights(prepared, target, ranks, roles)
 

@@ -16,7 +16,8 @@ from payload.agent.checksum import file_sha256
 from payload.agent.layout import Layout
 from payload.data.answers import read_answers
 from payload.data.feature_cache import FeatureShape, RowFeatures, write_feature_cache
-from payload.data.prepared import PackedRows, Preparation, prepare
+from payload.data.kept import ensure_prepared
+from payload.data.prepared import PackedRows, Preparation
 from payload.data.regenerate import prompt_keys
 from payload.data.rows import Row, read_rows
 from payload.data.sealed import MANIFEST
@@ -80,28 +81,31 @@ def open_target(
     return Opened(spec, config, weights_sha256, answers), target
 
 
-def prepare_run(
-    recipe: Recipe, opened: Opened, target: Target, run_dir: Path, root: Path, stop: StopSignal
-) -> Prepared:
+def prepare_run(recipe: Recipe, opened: Opened, target: Target, root: Path, stop: StopSignal) -> Prepared:
     """Bring about the training set and its features, on the lead target, once all answers are there."""
     data, config = recipe.data, opened.config
-    packed = run_dir / "data" / "packed.safetensors"
-    rows: Iterable[Row] = read_rows(data.train, "train", data.train_rows, recipe.train.seed)
-    if opened.answers is not None:
-        rows = read_answers(opened.answers, prompt_keys(rows))
+
+    def rows() -> Iterator[Row]:
+        found: Iterable[Row] = read_rows(data.train, "train", data.train_rows, recipe.train.seed)
+        if opened.answers is not None:
+            found = read_answers(opened.answers, prompt_keys(found))
+        return until_stopped(found, stop)
+
     tokenizer = load_tokenizer(opened.target)
-    facts = prepare(until_stopped(rows, stop), tokenizer, data.max_length, data.min_loss_tokens, packed)
-    for line in facts.describe():
+    kept = ensure_prepared(rows, tokenizer, data.max_length, data.min_loss_tokens, Layout(root).packed)
+    if kept.was_there:
+        say(f"data: using {kept.path.parent}")
+    for line in kept.preparation.describe():
         say(line)
     program = TargetProgram(target, config.target_layer_ids, recipe.loss.kind == "kl")
     features = None
     if data.features == "offline":
-        features = ensure_features(recipe, program, packed, root, stop)
+        features = ensure_features(recipe, program, kept.path, root, stop)
     return Prepared(
         target=opened.target,
-        packed=packed,
-        data_sha256=file_sha256(packed),
-        data_facts=_facts(recipe, facts),
+        packed=kept.path,
+        data_sha256=kept.sha256,
+        data_facts=_facts(recipe, kept.preparation),
         weights_sha256=opened.weights_sha256,
         config=config,
         dtype=target.dtype,

@@ -36,9 +36,8 @@ def answers_of(run_dir: Path) -> list[Path]:
 
 
 def packed_of(run_dir: Path) -> dict[str, Any]:
-    return {
-        name: tensor.tolist() for name, tensor in load_file(run_dir / "data" / "packed.safetensors").items()
-    }
+    [packed] = (run_dir.parent.parent / "packed").glob("*/packed.safetensors")
+    return {name: tensor.tolist() for name, tensor in load_file(packed).items()}
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,8 @@ def test_other_weights_in_the_same_folder_are_another_target(tmp_path: Path) -> 
     first = run(tmp_path / "runs" / "a", tiny_recipe(target, **settings))
     same = run(tmp_path / "runs" / "b", tiny_recipe(target, **settings))
     assert same.losses() == first.losses()
+    assert "data: using" not in first.output()
+    assert "data: using" in same.output()
     assert "features: using" in same.output()
     tiny_causal_lm("qwen3", len(tiny_tokenizer()), seed=1).save_pretrained(target)
     other = run(tmp_path / "runs" / "c", tiny_recipe(target, **settings))
