@@ -77,7 +77,7 @@ def open_container(
     except KeyboardInterrupt:
         console.line(
             f"\ninterrupted. What was asked of {destination} may go on there; nothing half-done is used. "
-            f"Look: make status {destination.make_arguments}"
+            f"Look: make locks {destination.make_arguments}"
         )
         raise typer.Exit(130) from None
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 from payload.agent.child import run_child
 from payload.agent.environment import checked_environment, venv_environment
 from payload.agent.layout import Layout, active_name, checked_module
+from payload.agent.locks import broken_since
 from payload.agent.protocol import PROTOCOL, Events, Json, Request
 from payload.agent.usage import using
 from payload.errors import PayloadError
@@ -57,6 +59,7 @@ def call(request: Request, events: Events) -> Json:
         elif isinstance(message.get("result"), dict) or isinstance(message.get("error"), dict):
             final.update(message)
 
+    began = time.time()
     with using(layout.release(release), layout.venv(venv)):
         outcome = run_child(
             [str(python), "-m", module],
@@ -77,6 +80,9 @@ def call(request: Request, events: Events) -> Json:
         error = final["error"]
         kind = error.get("kind") if error.get("kind") in _KINDS else "failed"
         raise PayloadError(str(error.get("message", "")), str(error.get("hint", "")), kind=str(kind))
+    broken = broken_since(layout, began)
+    if broken is not None:
+        raise broken
     raise PayloadError(f"{module} ended with exit status {outcome.returncode} and no answer", tail)
 
 

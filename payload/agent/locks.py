@@ -12,11 +12,11 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Iterator, List, Mapping, Tuple
+from typing import Iterator, List, Mapping, Optional, Tuple
 
 from payload.agent.layout import Layout
 from payload.agent.processes import ProcessId, boot_id, descendants, end, identify, is_alive
-from payload.agent.protocol import Events, Json, Request
+from payload.agent.protocol import CallerGone, Events, Json, Request
 from payload.errors import PayloadError
 
 _POLL_S = 0.05
@@ -69,6 +69,11 @@ def _held(path: Path, name: str, verb: str, holder: str, wait_s: float) -> Itera
                 # On a full disk the lock is held all the same; only its holder's name is missing.
                 os.pwrite(descriptor, json.dumps(entry).encode("ascii"), 0)
             yield
+        except CallerGone:
+            broken = _broken(name, os.pread(descriptor, 4096, 0))
+            if broken is None:
+                raise
+            raise broken from None
         finally:
             os.ftruncate(descriptor, 0)
     finally:
@@ -87,36 +92,71 @@ def locks(request: Request, events: Events) -> Json:
     """Verb: the locks that are held, each with ``name``, ``verb``, ``holder``, ``pid`` and ``age_s``.
 
     With ``break`` (a name), the process that holds that lock is ended first, with all that it runs: TERM, a few
-    seconds, KILL. What it was making is not used, and removed by the next that makes such a thing. Raises PayloadError
-    of kind ``usage`` when nobody holds it.
+    seconds, KILL. Its caller is told by whom. What it was making is not used, and removed by the next that makes such a
+    thing. Raises PayloadError of kind ``usage`` when nobody holds it.
     """
     layout = Layout.at(request.root)
     broken = request.get("break", str)
     if broken is not None:
-        holder = next((process for name, process, _ in _all_held(layout) if name == broken), None)
-        if holder is None:
+        found = next(
+            ((path, process) for name, path, process, _ in _all_held(layout) if name == broken), None
+        )
+        if found is None:
             raise PayloadError(
                 f"nobody holds a lock {broken!r}", "`locks` shows those that are held.", "usage"
             )
+        path, holder = found
         events.progress(f"ending process {holder.pid}, which holds the lock {broken!r}")
+        _mark_broken(path, request.get("holder", str) or "somebody")
         _end_holder(holder)
-    return {"locks": [entry for _, _, entry in _all_held(layout)], "broken": broken}
+    return {"locks": [entry for _, _, _, entry in _all_held(layout)], "broken": broken}
 
 
-def _all_held(layout: Layout) -> Iterator[Tuple[str, ProcessId, Json]]:
-    """The locks that are held: (name, holder, what is told of it)."""
+def broken_since(layout: Layout, moment: float) -> Optional[PayloadError]:
+    """The error for who waits for the holder of a lock that was broken after ``moment``, when one was."""
+    for name, path in _files(layout):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = path.read_bytes()
+            if json.loads(content)["broken_at"] >= moment:
+                return _broken(name, content)
+    return None
+
+
+def _mark_broken(path: Path, by: str) -> None:
+    """Write who breaks the lock beside who holds it, so that the holder can tell."""
+    with contextlib.suppress(OSError, ValueError, TypeError), path.open("r+b") as file:
+        entry = {**json.loads(file.read()), "broken_by": by, "broken_at": time.time()}
+        os.pwrite(file.fileno(), json.dumps(entry).encode("ascii"), 0)
+
+
+def _broken(name: str, content: bytes) -> Optional[PayloadError]:
+    try:
+        by = json.loads(content)["broken_by"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return PayloadError(
+        f"this was ended by {by}, who broke the lock {name!r}",
+        "What it was making is not used. Ask them before you start it again.",
+    )
+
+
+def _files(layout: Layout) -> List[Tuple[str, Path]]:
+    """Every lock's name and file."""
     named = [(path.stem, path) for path in sorted(layout.locks.glob(f"*{_SUFFIX}"))]
-    runs = [
-        (f"{_RUN_PREFIX}{path.parent.name}", path) for path in sorted(layout.runs.glob(f"*/{RUN_LOCK_FILE}"))
-    ]
-    for name, path in named + runs:
+    runs = sorted(layout.runs.glob(f"*/{RUN_LOCK_FILE}"))
+    return named + [(f"{_RUN_PREFIX}{path.parent.name}", path) for path in runs]
+
+
+def _all_held(layout: Layout) -> Iterator[Tuple[str, Path, ProcessId, Json]]:
+    """The locks that are held: (name, file, holder, what is told of it)."""
+    for name, path in _files(layout):
         # A lock that is free has no entry, one of a dead holder has that of a process which is not alive.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             entry = json.loads(path.read_bytes())
             holder = ProcessId(entry["pid"], entry["start_time"], entry["boot_id"])
             if is_alive(holder) and _is_locked(path):
                 told = {key: entry[key] for key in ("verb", "holder", "pid")}
-                yield name, holder, {"name": name, "age_s": _age_s(entry), **told}
+                yield name, path, holder, {"name": name, "age_s": _age_s(entry), **told}
 
 
 def _is_locked(path: Path) -> bool:

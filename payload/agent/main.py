@@ -62,6 +62,8 @@ def main(argv: List[str]) -> int:
 def _notice_lost_caller(verb: Verb) -> None:
     if verb.outlives_caller:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Whose lock is broken gets it, and can still say so.
+        signal.signal(signal.SIGTERM, _raise_caller_gone)
         return
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _raise_caller_gone)
