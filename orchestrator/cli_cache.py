@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from orchestrator.cache import list_caches, prune_caches, show_cache, show_caches, verify_cache
 from orchestrator.cli_options import (
@@ -16,10 +17,19 @@ from orchestrator.cli_options import (
     open_step,
 )
 from orchestrator.console import Console, size_text
-from orchestrator.errors import RemoteError
+from orchestrator.errors import RemoteError, UsageError
 from orchestrator.inventory import DEFAULT_INVENTORY
 
-cache_app = typer.Typer(no_args_is_help=True, help="A container's compile caches.")
+
+class _Actions(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = ", ".join(self.list_commands(ctx))
+        if args and self.get_command(ctx, args[0]) is None:
+            raise UsageError(f"cache: there is no action {args[0]!r}.", f"ACTION= is one of {known}.")
+        return super().resolve_command(ctx, args)
+
+
+cache_app = typer.Typer(cls=_Actions, no_args_is_help=True, help="A container's compile caches.")
 
 
 @cache_app.command("list")

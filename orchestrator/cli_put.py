@@ -18,10 +18,13 @@ MOST_NAMES = 5
 
 
 def put(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file or a folder of the desk.")],
+    source: Annotated[
+        Path | None, typer.Argument(metavar="SOURCE", help="A file or a folder of the desk.")
+    ] = None,
     to: Annotated[
-        str, typer.Option("--to", metavar="PATH", help="Where it goes, relative to the container's root.")
-    ],
+        str | None,
+        typer.Option("--to", metavar="PATH", help="Where it goes, relative to the container's root."),
+    ] = None,
     host: HostOption = None,
     ct: CtOption = None,
     inventory: InventoryOption = DEFAULT_INVENTORY,
@@ -31,9 +34,14 @@ def put(
 ) -> None:
     """Bring rows, prompts or a target's folder into the container; what is there already is not sent again."""
     console = Console()
-    if source == Path():
+    if source is None or source == Path():
         raise UsageError(
             "No file is named.", "Give a file or a folder by its name: FILE= (`.` would be everything here)."
+        )
+    if to is None:
+        raise UsageError(
+            f"Where {source} goes is not said.",
+            "Name a place below the container's root: TO=data/train.jsonl (--to).",
         )
     with open_container(console, host, ct, inventory) as container, console.step("put") as report:
         placed = put_files(container, source, to, report, delete=delete)

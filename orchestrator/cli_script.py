@@ -11,13 +11,15 @@ import typer
 from orchestrator.agent import Agent
 from orchestrator.cli_options import CtOption, HostOption, InventoryOption, open_container
 from orchestrator.console import Console, LogWriter
-from orchestrator.errors import RemoteError
+from orchestrator.errors import RemoteError, UsageError
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.script import run_script
 
 
 def script(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A program of the desk, with a #! line.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A program of the desk, with a #! line.")
+    ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")] = None,
     host: HostOption = None,
     ct: CtOption = None,
@@ -31,6 +33,8 @@ def script(
     ] = None,
 ) -> None:
     """Run a file of the desk in the container: it travels as a file, so nothing in it is ever quoted."""
+    if file is None:
+        raise UsageError("No file is named.", "Name a program of the desk with a #! line: FILE=probe.py.")
     streams = {
         "stdout": LogWriter(sys.stdout.buffer, is_terminal=sys.stdout.isatty()),
         "stderr": LogWriter(sys.stderr.buffer, is_terminal=sys.stderr.isatty()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,6 +60,13 @@ def _content(file: Path) -> bytes:
                 f"{file} has more than {MOST_BYTES >> 20} MiB.", "A script is meant; send data another way."
             )
         with file.open("rb") as opened:
-            return opened.read(MOST_BYTES)
+            content = opened.read(MOST_BYTES)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}.") from None
+    first = content.split(b"\n", 1)[0]
+    if first.startswith(b"#!") and first.endswith(b"\r"):
+        raise UsageError(
+            f"{file} has Windows line ends: its #! line would name a program that ends in a carriage return.",
+            f"Save it with Unix line ends: sed -i 's/\\r$//' {shlex.quote(str(file))}",
+        )
+    return content
