@@ -6,15 +6,15 @@ exit statuses of their own, and so has SSH.
 
 from __future__ import annotations
 
-import getpass
 import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from orchestrator.connection import Completed
+from orchestrator.command import Completed
 from orchestrator.container import Container
+from orchestrator.desk_account import user_name
 from orchestrator.errors import (
     LinkLost,
     OrchestratorError,
@@ -109,7 +109,7 @@ class Agent:
             "protocol": PROTOCOL,
             "nonce": nonce,
             "root": self.container.settings.root,
-            "holder": f"{getpass.getuser()}@{socket.gethostname()}",
+            "holder": f"{user_name()}@{socket.gethostname()}",
         }
         replies = _Replies(nonce, on_event)
         done = None
@@ -152,7 +152,7 @@ class Agent:
             )
         if done.exit_status == COMMAND_NOT_FOUND:
             python = self.container.settings.python
-            return f"The container needs Python 3.10 or newer as {python} (`python:` in the inventory)."
+            return f"The container needs Python 3.9 or newer as {python} (`python:` in the inventory)."
         return "Look into the container with `pct enter`, or try again."
 
 

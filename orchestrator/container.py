@@ -21,7 +21,8 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from orchestrator.connection import BytesSink, Completed, Connection
+from orchestrator.command import BytesSink, Completed
+from orchestrator.connection import Connection
 from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
 from orchestrator.inventory import Destination
 from orchestrator.retry import repeat

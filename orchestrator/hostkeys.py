@@ -1,7 +1,7 @@
 """Host keys, strict on every hop: only what known_hosts names is trusted, and never a key that it revokes.
 
 Fabric sets AutoAddPolicy and reads no known_hosts; both are undone here. paramiko knows no markers and stops at a
-line that it cannot parse, so the files are read line by line.
+line that it cannot parse, and adds a line in a time that grows with all before it: so the files are read here.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import hmac
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import fabric
 import paramiko
 from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
 
+from orchestrator.desk_account import own_path
 from orchestrator.errors import TransportError, UsageError
 
 DEFAULT_KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
@@ -44,18 +46,26 @@ def trust_only_known_hosts(connection: fabric.Connection, known_hosts: str | Non
 
     Raises :class:`UsageError` when a file that was named cannot be read.
     """
-    for hop in _hops(connection):
-        revoked: set[str] = set()
-        for name in (known_hosts,) if known_hosts else DEFAULT_KNOWN_HOSTS:
-            path = Path(name).expanduser()
-            try:
-                text = path.read_text(encoding="utf-8", errors="replace")
-            except OSError as error:
-                if known_hosts:
-                    raise UsageError(f"known_hosts file {path} cannot be read: {error.strerror}.") from None
-                continue
-            revoked |= _load(hop.client.get_host_keys(), text)
+    lines = _read(known_hosts)
+    revoked = {
+        entry.key.get_base64() for line in lines if line.marker == "@revoked" for entry in line.entry()
+    }
+    for hop in hops(connection):
+        name = hop.host if hop.port == paramiko.config.SSH_PORT else f"[{hop.host}]:{hop.port}"
+        for line in lines:
+            # Only what names the hop is parsed: a grown file has thousands of lines, and this is done at each command.
+            for entry in line.entry() if not line.marker and line.names(name) else ():
+                if entry.key.get_base64() not in revoked:
+                    hop.client.get_host_keys().add(name, entry.key.get_name(), entry.key)
         hop.client.set_missing_host_key_policy(_RefuseOthers(revoked))
+
+
+def hops(connection: fabric.Connection) -> Iterator[fabric.Connection]:
+    """The connection and every jump host before it, the last hop first."""
+    hop: object = connection
+    while isinstance(hop, fabric.Connection):
+        yield hop
+        hop = hop.gateway
 
 
 def unknown_key_error(name: str, error: HostKeyRefused, port: int, known_hosts: str | None) -> TransportError:
@@ -94,37 +104,61 @@ def fingerprint(key: paramiko.PKey) -> str:
     return f"SHA256:{digest}"
 
 
-def _load(keys: paramiko.HostKeys, text: str) -> set[str]:
-    """Add what ``text`` names to ``keys``, and return the keys that it revokes, in base64.
+@dataclass(frozen=True)
+class _Line:
+    """A line of known_hosts: its marker (``@revoked``, or nothing), the hosts that it is for, and their key."""
 
-    Certificate authorities are not supported, so such a line trusts nothing; nor does one that cannot be parsed.
-    """
-    entries, revoked = [], set()
-    for number, line in enumerate(text.splitlines(), 1):
-        marker, _, rest = (
-            line.strip().partition(" ") if line.lstrip().startswith("@") else ("", "", line.strip())
+    marker: str
+    hosts: str
+    key: str
+
+    def names(self, host: str) -> bool:
+        """Whether it is for ``host``, which it may name plainly or by its hash."""
+        return any(
+            _is_hash_of(name, host) if name.startswith("|1|") else name == host
+            for name in self.hosts.split(",")
         )
+
+    def entry(self) -> Iterator[HostKeyEntry]:
+        """The line as paramiko reads it; nothing where it cannot."""
         with contextlib.suppress(InvalidHostKey, paramiko.SSHException, ValueError):
-            entry = (
-                HostKeyEntry.from_line(rest.strip(), number) if rest and not rest.startswith("#") else None
-            )
-            if entry is not None and marker == "@revoked":
-                revoked.add(entry.key.get_base64())
-            elif entry is not None and not marker:
-                entries.append(entry)
-    for entry in entries:
-        if entry.key.get_base64() not in revoked:
-            for hostname in entry.hostnames:
-                keys.add(hostname, entry.key.get_name(), entry.key)
-    return revoked
+            entry = HostKeyEntry.from_line(f"{self.hosts} {self.key}")
+            if entry is not None:
+                yield entry
 
 
-def _hops(connection: fabric.Connection) -> Iterator[fabric.Connection]:
-    """The connection and every jump host before it."""
-    hop: object = connection
-    while isinstance(hop, fabric.Connection):
-        yield hop
-        hop = hop.gateway
+def _read(known_hosts: str | None) -> list[_Line]:
+    """The lines of ``known_hosts``, or of those of ssh's own files that are there.
+
+    Certificate authorities are not supported, so such a line trusts nothing.
+    """
+    lines = []
+    for name in (known_hosts,) if known_hosts else DEFAULT_KNOWN_HOSTS:
+        try:
+            text = own_path(name).read_text(encoding="utf-8", errors="replace")
+        except (OSError, ValueError, UsageError) as error:
+            if not known_hosts:
+                continue
+            if isinstance(error, UsageError):
+                raise UsageError(f"known_hosts file {error.message}", error.hint) from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"known_hosts file {name} cannot be read: {why}.") from None
+        for fields in map(str.split, text.splitlines()):
+            marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+            if len(fields) >= 3 and not fields[0].startswith("#"):
+                lines.append(_Line(marker, fields[0], f"{fields[1]} {fields[2]}"))
+    return lines
+
+
+def _is_hash_of(hashed: str, host: str) -> bool:
+    """Whether ``|1|salt|hash`` stands for ``host``: HMAC-SHA1 with the salt as its key (sshd(8))."""
+    try:
+        salt, digest = (
+            base64.b64decode(part, validate=True) for part in hashed.removeprefix("|1|").split("|")
+        )
+        return hmac.compare_digest(hmac.digest(salt, host.encode(), "sha1"), digest)
+    except ValueError:
+        return False
 
 
 def _bare(hostname: str) -> str:

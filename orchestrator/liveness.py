@@ -18,6 +18,7 @@ import paramiko
 from orchestrator.ordered_transport import OrderedTransport
 
 _ASKED_BEFORE_GIVEN_UP = 3
+_LOOKS_BETWEEN_QUESTIONS = 16
 _TCP_USER_TIMEOUT_S = 40
 
 
@@ -32,6 +33,8 @@ class WatchedTransport(OrderedTransport):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT_S * 1000)
         self._heard = _HeardSocket(sock)
         self._asked_at = self._heard.at
+        self.found_dead_after_s: float | None = None
+        """How long the peer had been silent when it was given up; None while it was not."""
         super().__init__(cast(socket.socket, self._heard), **options)
 
     def silent_for_s(self) -> float:
@@ -47,7 +50,11 @@ class WatchedTransport(OrderedTransport):
         return unanswered_s > silence_timeout_s - silence_timeout_s / _ASKED_BEFORE_GIVEN_UP
 
     def ask_for_signs_of_life(self, silence_timeout_s: float) -> None:
-        """From now on, ask whenever a third of ``silence_timeout_s`` has passed in silence."""
+        """From now on, ask whenever a third of ``silence_timeout_s`` has passed in silence, and close when it is dead.
+
+        Threads of its own do both: one that uses the connection may wait for an answer in paramiko, or for room to
+        send, without a deadline. The end of the transport ends every such wait.
+        """
         every_s = silence_timeout_s / _ASKED_BEFORE_GIVEN_UP
 
         def ask() -> None:
@@ -59,7 +66,20 @@ class WatchedTransport(OrderedTransport):
                         # Every server answers, be it with a refusal (RFC 4254, 4). Returns when the transport ends.
                         self.global_request("keepalive@openssh.com", wait=True)
 
+        def watch() -> None:
+            pause_s = every_s / _LOOKS_BETWEEN_QUESTIONS
+            while self.is_active():
+                began = time.monotonic()
+                time.sleep(pause_s)
+                # After Ctrl-Z the answers that came meanwhile have still to be read.
+                stood_still = time.monotonic() - began > 2 * pause_s + 1
+                if not stood_still and self.is_dead(silence_timeout_s):
+                    self.found_dead_after_s = self.silent_for_s()
+                    with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+                        self.close()
+
         threading.Thread(target=ask, name="asking for signs of life", daemon=True).start()
+        threading.Thread(target=watch, name="watching for signs of life", daemon=True).start()
 
 
 class _HeardSocket:

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from orchestrator.desk_account import own_path
 from orchestrator.errors import UsageError
 
 RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
@@ -41,7 +42,7 @@ def new_run_id() -> str:
 
 def records_folder() -> Path:
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "dflash" / "runs"
+    return own_path(state) / "dflash" / "runs"
 
 
 def save_record(record: RunRecord) -> None:

@@ -25,6 +25,7 @@ from packaging.utils import parse_wheel_filename
 
 from orchestrator.console import StepReport
 from orchestrator.container import Container, file_sha256
+from orchestrator.desk_account import own_path
 from orchestrator.errors import RefusedError, RemoteError
 from orchestrator.settings import ContainerSettings, IndexSettings, TorchPin
 
@@ -281,7 +282,7 @@ def _has(folder: Path, wheel: LockedWheel) -> bool:
 
 def cache_folder() -> Path:
     """Where the desk keeps what it can fetch or make again: wheels, uv for other machines, compiled artifacts."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash"
+    return own_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "dflash"
 
 
 def _tail(text: str) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.desk_account import own_path, user_name
 from orchestrator.errors import RemoteError, UsageError
 from orchestrator.localnode import containers, detach, layout, process, provision, server
 from orchestrator.localnode.inventory_file import ContainerPlan, inventory_text
@@ -126,7 +127,7 @@ def add_container(
 
 
 def _absolute(state_dir: Path) -> Path:
-    return state_dir.expanduser().absolute()
+    return own_path(state_dir).absolute()
 
 
 @contextlib.contextmanager
@@ -242,7 +243,7 @@ def _info(state: Path, port: int) -> NodeInfo:
     return NodeInfo(
         address=ADDRESS,
         port=port,
-        user=server.user_name(),
+        user=user_name(),
         client_key=state / layout.CLIENT_KEY,
         known_hosts=state / layout.KNOWN_HOSTS,
         pct=state / layout.PCT,

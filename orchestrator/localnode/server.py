@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import pwd
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import asyncssh
 
+from orchestrator.desk_account import user_name
 from orchestrator.localnode import layout, process
 from orchestrator.localnode.latency import delayed
 from orchestrator.localnode.session import ExecSession, SshdChannel
@@ -115,14 +115,6 @@ class _ConnectionHandler(asyncssh.SSHServer):
             "SSH_CLIENT": f"{client_address} {client_port} {server_port}",
             "SSH_CONNECTION": f"{client_address} {client_port} {server_address} {server_port}",
         }
-
-
-def user_name() -> str:
-    """The name of the user whose rights this process has; the number where the machine has no name for it."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 async def serve(state: Path, options: ServerOptions, preferred_port: int, ready_fd: int) -> None:

@@ -1,6 +1,6 @@
 """Verb ``facts``: what this container is, for whoever decides whether a run can start here.
 
-Only what is seen; what it means is judged at the desk (``orchestrator/findings.py``).
+Only what is seen; what it means is judged at the desk (``orchestrator/checks/``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from paramiko.common import (
     MSG_CHANNEL_WINDOW_ADJUST,
 )
 
-from orchestrator.connection import Connection, quote
+from orchestrator.command import quote
+from orchestrator.connection import Connection
 from orchestrator.errors import LinkLost, TransportError, UsageError
 from orchestrator.inventory import Destination, load_inventory, resolve
 from orchestrator.localnode import node
@@ -97,11 +99,39 @@ def test_a_silent_command_is_given_up_at_its_deadline(connection: Connection, li
     assert connection.run(["echo", "again"]).stdout == b"again\n"
 
 
+def test_a_command_that_is_sent_its_input_slowly_is_not_idle(connection: Connection) -> None:
+    def slowly() -> Iterator[bytes]:
+        for _ in range(8):
+            time.sleep(0.25)
+            yield bytes(1000)
+
+    done = connection.run(["wc", "-c"], stdin=slowly(), idle_timeout_s=1)
+    assert done.stdout.split() == [b"8000"]
+
+
 def test_a_nul_and_an_empty_argv_are_refused() -> None:
     with pytest.raises(UsageError, match="NUL"):
         quote(["echo", "a\0b"])
     with pytest.raises(UsageError, match="empty"):
         quote([])
+
+
+@pytest.mark.parametrize("word", ["/root\ud800", "\udfff", "HOME=a\udc00b"])
+def test_an_argument_that_no_bytes_stand_for_is_refused_in_words(word: str) -> None:
+    with pytest.raises(UsageError, match="no text that can be sent"):
+        quote(["env", word])
+    assert quote(["cat", "not UTF-8 \udcff"]) == b"cat 'not UTF-8 \xff'"
+
+
+def test_a_source_of_input_that_fails_ends_the_command_and_is_told(connection: Connection) -> None:
+    def failing(error: Exception) -> Iterator[bytes]:
+        yield b"begun"
+        raise error
+
+    with pytest.raises(UsageError, match="could not be read: gone"):
+        connection.run(["cat"], stdin=failing(OSError("gone")), timeout_s=20)
+    with pytest.raises(UnicodeEncodeError):
+        connection.run(["cat"], stdin=failing(UnicodeEncodeError("utf-8", "x", 0, 1, "no")), timeout_s=20)
 
 
 def test_a_host_where_nothing_listens_is_unreachable_and_says_so() -> None:
@@ -229,9 +259,12 @@ def test_a_key_that_the_host_does_not_accept_is_named_as_the_reason(
     assert "ssh-copy-id" in raised.value.hint
 
 
-def test_a_key_file_that_is_not_there_is_a_usage_error(destination: Destination, tmp_path: Path) -> None:
-    host = replace(destination.host, identity_file=str(tmp_path / "none"))
-    with pytest.raises(UsageError, match="identity_file"):
+@pytest.mark.parametrize("name", ["{tmp_path}/none", "~nosuch/key", "~nosuch", "a\0b"])
+def test_a_key_file_that_is_not_there_is_a_usage_error(
+    destination: Destination, tmp_path: Path, name: str
+) -> None:
+    host = replace(destination.host, identity_file=name.format(tmp_path=tmp_path))
+    with pytest.raises(UsageError, match=r"identity_file|no such home folder"):
         Connection("local", host).run(["true"])
 
 

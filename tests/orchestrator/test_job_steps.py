@@ -123,7 +123,7 @@ def test_a_container_without_its_python_says_which_one_is_missing(
     container = Container(connection, replace(destination, container=settings))
     with pytest.raises(NoAnswer) as raised:
         Agent.current(container).call("status")
-    assert "Python 3.10 or newer as python9" in raised.value.hint
+    assert "Python 3.9 or newer as python9" in raised.value.hint
 
 
 def test_a_log_is_followed_to_its_end_byte_for_byte(container: Container, agent: Agent) -> None:
