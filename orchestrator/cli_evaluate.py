@@ -32,7 +32,7 @@ from orchestrator.recipes import (
     resolve_recipe,
 )
 from orchestrator.records import RUN_ID
-from orchestrator.status import newest_with_a_checkpoint, status
+from orchestrator.status import newest_with_a_checkpoint, runs_of
 
 
 def evaluate(
@@ -117,4 +117,4 @@ def _check_overrides(container: Container, run: str | None, override: list[str])
 
 
 def _newest(agent: Agent) -> str:
-    return newest_with_a_checkpoint(agent, status(agent)["runs"])
+    return newest_with_a_checkpoint(agent, runs_of(agent))

@@ -10,7 +10,7 @@ from orchestrator.agent import Agent
 from orchestrator.console import Console, StepReport
 from orchestrator.errors import RefusedError
 from orchestrator.recipes import job_gpus
-from orchestrator.status import is_active, newest_with_a_checkpoint, status
+from orchestrator.status import is_active, newest_with_a_checkpoint, runs_of
 from payload.recipe import Recipe
 
 IDLE_TIMEOUT_S = 1800.0
@@ -43,7 +43,7 @@ def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bo
     Raises :class:`RefusedError` while a job runs in the container, unless ``beside`` it is asked for, and
     :class:`orchestrator.errors.UsageError` when no drafter is named and no run has a checkpoint.
     """
-    runs = [] if beside and question.drafter else status(agent)["runs"]
+    runs = [] if beside and question.drafter else runs_of(agent)
     if not beside:
         _refuse_beside_a_job(agent, runs)
     settings = agent.container.settings

@@ -11,24 +11,32 @@ from orchestrator.agent import Agent
 from orchestrator.console import Console, StepReport, size_text
 from orchestrator.errors import RemoteError, UsageError
 from orchestrator.told_names import told_name
-
-ACTIVE_STATES = ("starting", "running", "stopping")
-
-
-def is_active(run: Mapping[str, Any]) -> bool:
-    """Whether processes of a run may be at work: it is going on, or lost its supervisor while they were."""
-    return run["state"] in ACTIVE_STATES or bool(run.get("left"))
-
+from payload.agent.state import ACTIVE
 
 STOP_GRACE_S = 30.0
 
 
+def is_active(run: Mapping[str, Any]) -> bool:
+    """Whether processes of a run may be at work: it is going on, or lost its supervisor while they were."""
+    return run["state"] in ACTIVE or bool(run.get("left"))
+
+
 def status(agent: Agent, run_id: str | None = None) -> dict[str, Any]:
-    """The container's runs (or one), newest first, what is deployed, disk and GPUs, as the agent sees them now.
+    """The container's runs (or one), newest first, what is deployed, caches, disk and GPUs, as the agent sees them now.
 
     Raises :class:`RemoteError` for an answer whose runs are none.
     """
-    found = agent.call("status", {"run_id": run_id}, timeout_s=60.0)
+    return _checked(agent, agent.call("status", {"run_id": run_id}, timeout_s=60.0))
+
+
+def runs_of(agent: Agent, run_id: str | None = None) -> Sequence[Mapping[str, Any]]:
+    """The container's runs alone (or one), newest first, which is all that most steps ask for. Raises the same."""
+    asked = {"run_id": run_id, "runs_only": True}
+    runs: Sequence[Mapping[str, Any]] = _checked(agent, agent.call("status", asked, timeout_s=60.0))["runs"]
+    return runs
+
+
+def _checked(agent: Agent, found: dict[str, Any]) -> dict[str, Any]:
     runs = found["runs"]
     if not isinstance(runs, list) or not all(isinstance(run, Mapping) for run in runs):
         raise RemoteError(f"{agent.container}: what `status` tells as its runs is no list of runs.")
@@ -39,7 +47,7 @@ def status(agent: Agent, run_id: str | None = None) -> dict[str, Any]:
 
 def newest_run(agent: Agent, *, active: bool = False) -> str:
     """The id of the newest run, or of the newest that is active. Raises :class:`UsageError` when there is none."""
-    return newest_of(agent, status(agent)["runs"], active=active)
+    return newest_of(agent, runs_of(agent), active=active)
 
 
 def newest_of(agent: Agent, runs: Sequence[Mapping[str, Any]], *, active: bool = False) -> str:

@@ -17,7 +17,7 @@ from orchestrator.doctor import look, refuse_if_unfit, summary, try_cuda
 from orchestrator.errors import RefusedError, RemoteError, TransportError
 from orchestrator.recipes import job_gpus
 from orchestrator.records import RunRecord, new_run_id, save_record
-from orchestrator.status import checkpoints_of, is_active, status
+from orchestrator.status import checkpoints_of, is_active, runs_of
 from orchestrator.venv import build_venv
 from orchestrator.warmup import Warmed, find_warm, warm_up
 from payload.recipe import Recipe
@@ -167,7 +167,7 @@ def start_job(
 
 def refuse_while_a_job_runs(agent: Agent) -> None:
     """Raises :class:`RefusedError` that names the active run of the container and how to attach to it."""
-    for run in status(agent)["runs"]:
+    for run in runs_of(agent):
         if is_active(run):
             place = agent.container.destination.make_arguments
             raise RefusedError(
@@ -179,7 +179,7 @@ def refuse_while_a_job_runs(agent: Agent) -> None:
 
 def refuse_to_resume_without_a_checkpoint(agent: Agent, run_id: str) -> None:
     """Raises :class:`RefusedError` when the run has no whole checkpoint, or one of its last step."""
-    [run] = status(agent, run_id)["runs"]
+    [run] = runs_of(agent, run_id)
     place = agent.container.destination.make_arguments
     steps = checkpoints_of(run)
     if not steps:

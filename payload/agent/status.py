@@ -20,6 +20,9 @@ _METRICS_TAIL_BYTES = 64 * 1024
 # An evaluation's line may lie hundreds of steps' lines before the last.
 _EVALUATIONS_TAIL_BYTES = 4 * 1024 * 1024
 _ACCEPTED = "accepted_length"
+# The metrics of all others are read for their last lines alone: a container may have hundreds of runs.
+_NEWEST_RUNS = 10
+_LAST_LINES_BYTES = 4 * 1024
 # Counting a large cache must not make a status slow.
 _COUNT_DEADLINE_S = 1.0
 
@@ -29,13 +32,17 @@ def status(request: Request, events: Events) -> Json:
 
     A run's ``checkpoints`` are the steps of its whole ones, ``steps`` how many its recipe asks for, and ``resumed`` the
     run from whose checkpoint it went on. ``left`` is the pids of a job that goes on although its run is lost, and empty
-    for every other run.
+    for every other run. ``last_metrics`` of an older run that is over are those of its last lines alone. With
+    ``runs_only``, nothing else is looked at: counting caches and asking the driver take a second each.
     """
     layout = Layout.at(request.root)
     run_id = request.get("run_id", str)
     wanted = [state.resolve(layout, run_id)] if run_id is not None else state.run_ids(layout)[::-1]
+    runs = [_describe(layout, name, is_new=number < _NEWEST_RUNS) for number, name in enumerate(wanted)]
+    if request.get("runs_only", bool):
+        return {"runs": runs}
     return {
-        "runs": [_describe(layout, name) for name in wanted],
+        "runs": runs,
         "release": active_name(layout.current),
         "venv": active_name(layout.venv_link),
         "caches": _caches(layout),
@@ -58,7 +65,7 @@ def disk(folder: Path) -> Optional[Json]:
     return None
 
 
-def _describe(layout: Layout, run_id: str) -> Json:
+def _describe(layout: Layout, run_id: str, *, is_new: bool) -> Json:
     run_dir = layout.run(run_id)
     try:
         run = state.current(layout, run_id)
@@ -85,7 +92,9 @@ def _describe(layout: Layout, run_id: str) -> Json:
         "release": spec.get("release"),
         "venv": spec.get("venv"),
         "cache": spec.get("cache"),
-        "last_metrics": _last_metrics(run_dir / state.METRICS_FILE),
+        "last_metrics": _last_metrics(
+            run_dir / state.METRICS_FILE, thoroughly=is_new or run.state in state.ACTIVE or bool(left)
+        ),
         "log_bytes": _size(run_dir / state.OUTPUT_FILE),
     }
 
@@ -94,21 +103,22 @@ def _object(value: object) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def _last_metrics(path: Path) -> Optional[Json]:
+def _last_metrics(path: Path, *, thoroughly: bool) -> Optional[Json]:
     """The newest value of each metric in the last lines that can be read, or None.
 
-    Lines of different kinds follow each other (a step's, a held-out evaluation's), so the last one alone lacks some.
+    Lines of different kinds follow each other (a step's, a held-out evaluation's), so the last one alone lacks some:
+    ``thoroughly`` looks further back.
     """
     newest: Json = {}
     with contextlib.suppress(OSError), path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - _METRICS_TAIL_BYTES))
+        file.seek(max(0, end - (_METRICS_TAIL_BYTES if thoroughly else _LAST_LINES_BYTES)))
         for line in file.read().split(b"\n")[:-1]:
             with contextlib.suppress(ValueError):
                 metrics = json.loads(line)
                 if isinstance(metrics, dict):
                     newest.update((name, value) for name, value in metrics.items() if value is not None)
-        if newest and _ACCEPTED not in newest:
+        if thoroughly and newest and _ACCEPTED not in newest:
             newest.update(_last_accepted(file, end))
     return newest or None
 

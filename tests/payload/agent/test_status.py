@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from payload.agent import locks
 from payload.agent.layout import Layout
+from payload.agent.processes import identify
 from payload.errors import PayloadError
 from tests.payload.agent.container import FakeContainer, is_running, until, wait_until_written
 
@@ -102,6 +105,51 @@ def test_caches_are_listed_with_their_size(container: FakeContainer) -> None:
     folder.mkdir(parents=True)
     (folder / "kernel").write_bytes(bytes(5000))
     assert container.result("status")["caches"] == [{"name": "abc", "bytes": 5000}]
+
+
+def test_the_runs_alone_cost_neither_the_driver_nor_a_count_of_caches(
+    container: FakeContainer, tmp_path: Path
+) -> None:
+    container.start("r1", "")
+    whole = container.wait_for_state("r1", "finished")
+    put_nvidia_smi(container, tmp_path / "bin", f"touch {tmp_path}/asked")
+    assert container.result("status", run_id="r1", runs_only=True) == {"runs": [whole]}
+    assert container.result("status", runs_only=True) == {"runs": [whole]}
+    assert not (tmp_path / "asked").exists()
+    container.result("status")
+    assert (tmp_path / "asked").exists()
+
+
+def test_the_metrics_of_runs_that_are_long_over_are_read_for_their_last_lines_alone(
+    container: FakeContainer,
+) -> None:
+    program = """if True:
+        import json
+        with open("metrics.jsonl", "w") as file:
+            for step in range(1000):
+                seldom = {"accepted_length": 2.5, "loss_at_first": 7.0} if step == 500 else {}
+                file.write(json.dumps({"step": step, "loss": 1.5, **seldom}) + "\\n")
+    """
+    container.start("r1", program)
+    container.wait_for_state("r1", "finished")
+    runs = container.root / "runs"
+    state = container.state_file("r1")
+    for number in range(2, 13):
+        shutil.copytree(runs / "r1", runs / f"r{number}")
+        copied = {**state, "run_id": f"r{number}", "created_at": state["created_at"] + number}
+        (runs / f"r{number}" / "state.json").write_text(json.dumps(copied))
+    newest = {"step": 999, "loss": 1.5, "accepted_length": 2.5, "loss_at_first": 7.0}
+    told = [run["last_metrics"] for run in container.result("status")["runs"]]
+    assert told == [newest] * 10 + [{"step": 999, "loss": 1.5}] * 2
+    # One that is asked for by name is worth the time.
+    assert container.result("status", run_id="r1")["runs"][0]["last_metrics"] == newest
+    # And so is one that is going on.
+    supervisor = subprocess.Popen(["sleep", "600"])
+    identity = asdict(identify(supervisor.pid) or pytest.fail("it did not start"))
+    (runs / "r1" / "state.json").write_text(json.dumps({**state, "state": "running", "supervisor": identity}))
+    assert container.result("status")["runs"][-1]["last_metrics"] == newest
+    supervisor.kill()
+    supervisor.wait()
 
 
 def test_only_complete_things_are_offered_for_fetching(container: FakeContainer) -> None:
