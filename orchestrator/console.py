@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 )
+_ONE_LINE = str.maketrans("\r\n", "  ")
 _PLAIN_PROGRESS_EVERY_S = 5.0
 
 
 def safe(text: str) -> str:
-    """``text`` without terminal escapes and control characters other than newline, tab and carriage return."""
-    return _CONTROL.sub("", text)
+    """``text`` without terminal escapes and control characters other than newline, tab and carriage return.
+
+    Half a surrogate pair, which no encoding can write, becomes a question mark.
+    """
+    return _CONTROL.sub("", text).encode("utf-8", errors="replace").decode("utf-8")
 
 
 def size_text(count: int | None) -> str:
@@ -58,7 +62,7 @@ class StepReport:
 
     def update(self, message: str, done: int | None = None, total: int | None = None) -> None:
         """Show what is going on; ``done`` of ``total`` in any unit moves the bar."""
-        message = safe(message).replace("\n", " ")[:200]
+        message = safe(message).translate(_ONE_LINE)[:200]
         if self._progress is not None and self._task is not None:
             self._progress.update(
                 self._task, description=f"{self._name:<7} {message}", completed=done or 0, total=total
@@ -74,12 +78,14 @@ class StepReport:
 
     def note(self, message: str) -> None:
         """A line that stays."""
-        self._console.line(f"  {self._name:<7} {safe(message)}")
+        self._console.line(f"  {self._name:<7} {message}")
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Show an agent's event."""
         if event["event"] == "progress":
-            self.update(str(event.get("message", "")), event.get("done"), event.get("total"))
+            done, total = (event.get(name) for name in ("done", "total"))
+            counted = isinstance(done, int) and isinstance(total, int)
+            self.update(str(event.get("message", "")), *((done, total) if counted else ()))
         elif event["event"] == "note":
             self.note(str(event.get("message", "")))
 
@@ -132,15 +138,14 @@ class Console:
             with Progress(*columns, console=self.err, transient=True) as progress:
                 report = StepReport(self, name, progress, progress.add_task(name, total=None))
                 yield report
-        outcome = safe(report.outcome).translate({10: " ", 13: " "})
+        outcome = report.outcome.translate(_ONE_LINE)
         self.line(f"✓ {name:<7} {outcome} ({time.monotonic() - started:.1f} s)")
 
     def error(self, error: OrchestratorError) -> None:
         """An error as one paragraph: what happened, and what to do next."""
-        parts = (("error: ", "bold red"), (safe(error.message), None))
-        _print(sys.stderr, lambda: self.err, *parts)
+        _print(sys.stderr, lambda: self.err, ("error: ", "bold red"), (error.message, None))
         if error.hint:
-            _print(sys.stderr, lambda: self.err, (safe(error.hint), None))
+            _print(sys.stderr, lambda: self.err, (error.hint, None))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Rows under headings; in a pipe or file as tab-separated lines, so that nothing is cut to a width."""
@@ -196,13 +201,14 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _print(stream: TextIO, terminal: Callable[[], RichConsole], *parts: tuple[str, str | None]) -> None:
-    """A line of styled parts; plain where there is no terminal."""
+    """A line of styled parts, each made :func:`safe` and unable to write over its line; plain without a terminal."""
+    harmless = [(safe(text).replace("\r", " "), style or "") for text, style in parts]
     if not _is_terminal(stream):
-        stream.write("".join(text for text, _ in parts) + "\n")
+        stream.write("".join(text for text, _ in harmless) + "\n")
         return
     from rich.text import Text
 
-    terminal().print(Text.assemble(*((text, style or "") for text, style in parts)))
+    terminal().print(Text.assemble(*harmless))
 
 
 class LogWriter:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.console import Console, LogWriter, safe
+from orchestrator.errors import RemoteError
 
 
 def chunks(data: bytes, sizes: list[int]) -> list[bytes]:
@@ -36,6 +39,63 @@ def test_a_steps_outcome_is_one_line_whatever_a_container_says(capsys: pytest.Ca
     assert said.startswith("✓ prune   removed x fake line")
     assert len(said.splitlines()) == 1
     assert "\x1b" not in said
+
+
+ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]52;c;b3duZWQ=\x07\x1b[1;1H\x08\x7fs\reen\ud800"
+
+
+def note(console: Console) -> None:
+    with console.step("fetch") as report:
+        report.note(ATTACK)
+
+
+def outcome(console: Console) -> None:
+    with console.step("fetch") as report:
+        report.outcome = ATTACK
+
+
+def progress(console: Console) -> None:
+    with console.step("fetch") as report:
+        report._last_plain = -100
+        report.update(ATTACK)
+
+
+WAYS_OUT: dict[str, Callable[[Console], None]] = {
+    "line": lambda console: console.line(ATTACK, "bold"),
+    "say": lambda console: console.say(ATTACK),
+    "error": lambda console: console.error(RemoteError(ATTACK, ATTACK)),
+    "table": lambda console: console.table((ATTACK, "x"), [(ATTACK, 1)]),
+    "note": note,
+    "outcome": outcome,
+    "progress": progress,
+}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_no_way_out_lets_a_container_command_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, way: str, terminal: bool
+) -> None:
+    monkeypatch.setattr(
+        "orchestrator.console._is_terminal", lambda _: terminal and way in ("line", "say", "error")
+    )
+    WAYS_OUT[way](Console())
+    shown = "".join(capsys.readouterr())
+    assert "s een" in shown
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", shown)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{}, {"done": 1}, {"done": "x", "total": 2}, {"done": 1, "total": None}, {"done": [], "total": {}}],
+)
+def test_progress_that_counts_in_no_numbers_is_shown_without_them(
+    capsys: pytest.CaptureFixture[str], counts: dict[str, object]
+) -> None:
+    with Console().step("fetch") as report:
+        report._last_plain = -100
+        report.on_event({"event": "progress", "message": "coming", **counts})
+    assert "coming\n" in capsys.readouterr().err
 
 
 def test_printable_text_of_any_language_stays() -> None:
