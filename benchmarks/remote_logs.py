@@ -11,9 +11,10 @@ from pathlib import Path
 
 from orchestrator.agent import Agent
 from orchestrator.connection import Connection
-from orchestrator.container import Container, file_sha256
+from orchestrator.container import Container
 from orchestrator.inventory import Destination
 from orchestrator.records import new_run_id
+from payload.agent.checksum import file_sha256
 
 BACKLOG_BYTES = 100 * 10**6
 LINES = 40

@@ -17,29 +17,37 @@ import hashlib
 import os
 import re
 import secrets
-import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from orchestrator.command import BytesSink, Completed
 from orchestrator.connection import Connection
 from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
 from orchestrator.inventory import Destination
+from orchestrator.partial import only_writer
 from orchestrator.retry import repeat
+from orchestrator.tar_stream import ByteProgress, tar_stream
+from payload.agent.checksum import file_sha256
 from payload.agent.layout import PARTIAL_PREFIX
 
-CHUNK_BYTES = 256 * 1024
+PATIENCE_S = 60.0
+"""A frozen container says nothing, and neither does pct: what lets so long pass without a byte is given up."""
 _PROBE_TIMEOUT_S = 30.0
+# What the slowest disk reads, for a command that says nothing before it has read everything.
+_LEAST_READ_BYTES_PER_S = 10e6
+_HASH_PLAIN_FILES = ("-maxdepth", "0", "-type", "f", "-exec", "sha256sum", "--zero", "--", "{}", "+")
 _UNPACK = ("tar", "--extract", "--file=-", "--directory=/", "--no-same-owner", "--touch")
-
-ByteProgress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
 
 
 class Container:
     """One container of one host, over one connection."""
 
-    def __init__(self, connection: Connection, destination: Destination) -> None:
+    def __init__(
+        self, connection: Connection, destination: Destination, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        """``patience_s``: how long a command may go without a byte, from it or to it, unless it says otherwise."""
+        self.patience_s = patience_s
         self.connection = connection
         self.destination = destination
         self.settings = destination.container
@@ -58,6 +66,7 @@ class Container:
     ) -> Completed:
         """Run ``argv`` in the container as its root, with exactly the environment of the inventory.
 
+        Bounded as :meth:`Connection.run` is; without ``idle_timeout_s`` by the container's patience.
         The exit status may be the command's or ``pct``'s own: callers that need to know check what the command
         left behind, or ask :meth:`explain`. Raises :class:`TransportError`.
         """
@@ -66,8 +75,12 @@ class Container:
             stdin=stdin,
             on_stdout=on_stdout,
             timeout_s=timeout_s,
-            idle_timeout_s=idle_timeout_s,
+            idle_timeout_s=self.patience_s if idle_timeout_s is None else idle_timeout_s,
         )
+
+    def patience_to_read(self, size_bytes: float) -> float:
+        """Seconds that a command may say nothing which reads so many bytes first."""
+        return self.patience_s + size_bytes / _LEAST_READ_BYTES_PER_S
 
     def upload(
         self, source: Path | bytes, path: str, *, mode: int = 0o644, on_progress: ByteProgress | None = None
@@ -97,9 +110,17 @@ class Container:
         on_progress: ByteProgress | None,
     ) -> None:
         digest = hashlib.sha256()
+        size = 0
+
+        def count(done: int, total: int) -> None:
+            nonlocal size
+            size = done
+            if on_progress is not None:
+                on_progress(done, total)
+
         try:
-            sent = self.run(_UNPACK, stdin=_tar_stream(source, str(partial), mode, digest, on_progress))
-            if self.sha256(str(partial)) != digest.hexdigest():
+            sent = self.run(_UNPACK, stdin=tar_stream(source, str(partial), mode, digest, count))
+            if self.sha256(str(partial), size_bytes=size) != digest.hexdigest():
                 raise self.explain(sent, f"{path} did not arrive whole")
             moved = self.run(["mv", "-T", "-f", str(partial), path], timeout_s=_PROBE_TIMEOUT_S)
             if moved.exit_status != 0:
@@ -117,26 +138,30 @@ class Container:
 
         One command where :meth:`upload` needs three. Raises :class:`RemoteError` when tar could not write it.
         """
-        sent = self.run(_UNPACK, stdin=_tar_stream(source, path, mode, hashlib.sha256(), on_progress))
+        sent = self.run(_UNPACK, stdin=tar_stream(source, path, mode, hashlib.sha256(), on_progress))
         if sent.exit_status != 0:
             self.run(["rm", "-f", path], timeout_s=_PROBE_TIMEOUT_S)
             raise self.explain(sent, f"{path} did not arrive whole")
 
-    def sha256(self, path: str) -> str | None:
+    def sha256(self, path: str, *, size_bytes: float = 0) -> str | None:
         """The SHA-256 of a regular file in the container in hex; None when it is none, or cannot be read.
 
-        What is no regular file is not opened: a pipe or a device would be read for ever.
+        What is no regular file is not opened: a pipe or a device would be read for ever. ``size_bytes``: how large it
+        may be, which decides how long it may take.
         """
-        done = self.run(
-            ["find", path, "-maxdepth", "0", "-type", "f", "-exec", "sha256sum", "--zero", "--", "{}", "+"]
-        )
+        done = self.run(["find", path, *_HASH_PLAIN_FILES], idle_timeout_s=self.patience_to_read(size_bytes))
         digest = done.stdout.decode("ascii", errors="replace").split(" ")[0]
         return digest if done.exit_status == 0 and len(digest) == 64 else None
 
-    def sha256_in(self, folder: str, names: Sequence[str]) -> dict[str, str]:
-        """The SHA-256 of each plain file ``names`` of a folder, in one command; without those that cannot be read."""
-        plain = ("-maxdepth", "0", "-type", "f", "-exec", "sha256sum", "--zero", "--", "{}", "+")
-        done = self.run(["env", "-C", folder, "find", *(f"./{name}" for name in names), *plain])
+    def sha256_in(self, folder: str, names: Sequence[str], *, size_bytes: float = 0) -> dict[str, str]:
+        """The SHA-256 of each plain file ``names`` of a folder, in one command; without those that cannot be read.
+
+        ``size_bytes``: how large they may be together, which decides how long it may take.
+        """
+        done = self.run(
+            ["env", "-C", folder, "find", *(f"./{name}" for name in names), *_HASH_PLAIN_FILES],
+            idle_timeout_s=self.patience_to_read(size_bytes),
+        )
         lines = done.stdout.decode("utf-8", errors="replace").split("\0")
         return {line[68:]: line[:64] for line in lines if len(line) > 68}
 
@@ -145,63 +170,67 @@ class Container:
     ) -> None:
         """Bring the first ``size`` bytes of ``path`` home to ``destination``, whole or not at all.
 
-        A ``.part`` left by an earlier try is continued. Raises :class:`RemoteError` when the bytes do not have
-        the hash ``sha256``, :class:`UsageError` when the desk cannot write it, and :class:`TransportError` when the
-        link broke again and again without a byte in between (what came so far stays in the ``.part``).
+        A ``.part`` left by an earlier try is continued; while another download of the same makes it, this one waits,
+        and takes what that one brought. Raises :class:`RemoteError` when the bytes do not have the hash ``sha256``,
+        :class:`UsageError` when the desk cannot write it, and :class:`TransportError` when the link broke again and
+        again without a byte in between (what came so far stays in the ``.part``).
         """
-        partial = destination.with_name(f"{destination.name}.{sha256[:16]}.part")
+        name = destination.name
+        partial = destination.with_name(f"{name}.{sha256[:16]}.part")
         try:
-            repeat(
-                lambda: self._download(path, destination, partial, size, sha256, on_progress),
-                f"to fetch {destination.name}",
-                self.connection.notify,
-                progress=lambda: partial.exists() and partial.stat().st_size,
-            )
+            with only_writer(
+                partial, lambda: self.connection.notify(f"Another download brings {name}: waiting for it")
+            ) as file:
+                if _is_whole(destination, size, sha256):
+                    partial.unlink()
+                    return
+                repeat(
+                    lambda: self._fetch_rest(path, partial, file, size, on_progress),
+                    f"to fetch {name}",
+                    self.connection.notify,
+                    progress=file.tell,
+                )
+                os.fsync(file.fileno())
+                if file_sha256(partial) != sha256:
+                    partial.unlink()
+                    raise RemoteError(
+                        f"{path} of {self} did not come home whole: its SHA-256 is not {sha256[:16]}….",
+                        "The bad copy was removed; fetch again.",
+                    )
+                partial.replace(destination)
         except OSError as error:
             raise UsageError(
                 f"{destination} cannot be written at the desk: {error.strerror or error}.",
                 "What came so far is kept; make room or name another folder, then fetch again.",
             ) from error
 
-    def _download(
-        self,
-        path: str,
-        destination: Path,
-        partial: Path,
-        size: int,
-        sha256: str,
-        on_progress: ByteProgress | None,
+    def _fetch_rest(
+        self, path: str, partial: Path, file: IO[bytes], size: int, on_progress: ByteProgress | None
     ) -> None:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        have = partial.stat().st_size if partial.exists() else 0
+        """Append to ``file``, which is open at ``partial``, what it lacks of the first ``size`` bytes of ``path``."""
+        have = file.tell()
         if have > size:
-            partial.unlink()
-            have = 0
-        if have < size or not partial.exists():
-            with partial.open("ab") as file:
+            have = file.seek(0)
+            file.truncate()
+        elif have == size > 0:
+            return
 
-                def write(data: bytes) -> None:
-                    file.write(data[: max(0, size - file.tell())])
-                    if on_progress is not None:
-                        on_progress(file.tell(), size)
+        def write(data: bytes) -> None:
+            file.write(data[: max(0, size - file.tell())])
+            if on_progress is not None:
+                on_progress(file.tell(), size)
 
-                done = self.run(
-                    ["tail", f"--bytes=+{have + 1}", "--", path],
-                    on_stdout=write,
-                    idle_timeout_s=_PROBE_TIMEOUT_S,
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            if done.exit_status != 0:
-                partial.unlink(missing_ok=True)
-                raise self.explain(done, f"{path} could not be read")
-        if file_sha256(partial) != sha256:
-            partial.unlink()
-            raise RemoteError(
-                f"{path} of {self} did not come home whole: its SHA-256 is not {sha256[:16]}….",
-                "The bad copy was removed; fetch again.",
+        try:
+            done = self.run(
+                ["tail", f"--bytes=+{have + 1}", "--", path],
+                on_stdout=write,
+                idle_timeout_s=_PROBE_TIMEOUT_S,
             )
-        partial.replace(destination)
+        finally:
+            file.flush()
+        if done.exit_status != 0:
+            partial.unlink()
+            raise self.explain(done, f"{path} could not be read")
 
     def configuration(self) -> dict[str, str] | None:
         """What ``pct config`` says (of a key that stands there twice, the last); None when it says nothing.
@@ -274,48 +303,8 @@ class Container:
         ]
 
 
-def _tar_stream(
-    source: Path | bytes, path: str, mode: int, digest: hashlib._Hash, on_progress: ByteProgress | None
-) -> Iterator[bytes]:
-    """A tar archive of one file named ``path``, in chunks; ``digest`` is fed the file's own bytes."""
-    size = len(source) if isinstance(source, bytes) else source.stat().st_size
-    member = tarfile.TarInfo(path.lstrip("/"))
-    member.size, member.mode = size, mode
-    yield member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-    done = 0
-    for chunk in _chunks(source, size):
-        digest.update(chunk)
-        yield chunk
-        done += len(chunk)
-        if on_progress is not None:
-            on_progress(done, size)
-    yield bytes(-size % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _chunks(source: Path | bytes, size: int) -> Iterator[bytes]:
-    """Exactly ``size`` bytes of ``source``: a file that changes size meanwhile is an error, not a broken archive."""
-    if isinstance(source, bytes):
-        for start in range(0, size, CHUNK_BYTES):
-            yield source[start : start + CHUNK_BYTES]
-        return
-    with source.open("rb") as file:
-        left = size
-        while left:
-            chunk = file.read(min(CHUNK_BYTES, left))
-            if not chunk:
-                raise OSError(f"{source} became shorter while it was sent")
-            left -= len(chunk)
-            yield chunk
-
-
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file at the desk, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1024 * 1024):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _is_whole(path: Path, size: int, sha256: str) -> bool:
+    return path.is_file() and path.stat().st_size == size and file_sha256(path) == sha256
 
 
 def _cause(text: str) -> str:

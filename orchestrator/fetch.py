@@ -13,10 +13,11 @@ from pathlib import Path, PurePosixPath
 from orchestrator import told_names
 from orchestrator.agent import Agent
 from orchestrator.console import StepReport
-from orchestrator.container import Container, file_sha256
+from orchestrator.container import Container
 from orchestrator.errors import RefusedError, RemoteError, UsageError
 from orchestrator.records import mark_fetched
 from orchestrator.told_names import told_path
+from payload.agent.checksum import file_sha256
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from orchestrator.console import StepReport
-from orchestrator.container import Container, file_sha256
+from orchestrator.container import Container
 from orchestrator.errors import UsageError
 from orchestrator.remote_files import Entry, entries, hashes, remove, resolved, set_executable
+from payload.agent.checksum import file_sha256
 from payload.agent.layout import OWN, PARTIAL_PREFIX
 
 
@@ -146,7 +147,8 @@ def _same(
         for name, file in files.items()
         if name in there and there[name].kind == "f" and there[name].size == file.size
     ]
-    found = hashes(container, (str(place / name) for name in alike))
+    size_bytes = sum(files[name].size for name in alike)
+    found = hashes(container, (str(place / name) for name in alike), size_bytes=size_bytes)
     return {name for name in alike if found.get(str(place / name)) == _sha256(files[name].path)}
 
 

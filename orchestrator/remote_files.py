@@ -45,15 +45,20 @@ def entries(container: Container, path: str, *, below: bool) -> dict[str, Entry]
     return found
 
 
-def hashes(container: Container, paths: Iterable[str]) -> dict[str, str]:
+def hashes(container: Container, paths: Iterable[str], *, size_bytes: float) -> dict[str, str]:
     """The SHA-256 in hex of each regular file; without those that cannot be read.
 
-    Whatever else is named would be read for ever (a pipe, a device) and must not be.
+    Whatever else is named would be read for ever (a pipe, a device) and must not be. ``size_bytes``: how large they
+    are together, which decides how long it may take.
     """
     stdin = _joined(paths)
     if not stdin:
         return {}
-    done = container.run(["xargs", "-0", "sha256sum", "-z", "--"], stdin=stdin)
+    done = container.run(
+        ["xargs", "-0", "sha256sum", "-z", "--"],
+        stdin=stdin,
+        idle_timeout_s=container.patience_to_read(size_bytes),
+    )
     return {line[66:]: line[:64] for line in _split(done.stdout) if len(line) > 66}
 
 

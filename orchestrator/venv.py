@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.agent import Agent
 from orchestrator.console import StepReport
-from orchestrator.container import Container, file_sha256
+from orchestrator.container import Container
 from orchestrator.deploy import PAYLOAD
 from orchestrator.wheelhouse import (
     Platform,
@@ -17,6 +17,7 @@ from orchestrator.wheelhouse import (
     send_wheels,
     uv_version,
 )
+from payload.agent.checksum import file_sha256
 
 IMPORTS = (
     "torch",

@@ -10,9 +10,9 @@ from typing import Any
 from orchestrator import told_names
 from orchestrator.agent import Agent
 from orchestrator.console import StepReport
-from orchestrator.container import file_sha256
 from orchestrator.told_names import told_name
 from orchestrator.wheelhouse import cache_folder
+from payload.agent.checksum import file_sha256
 from payload.recipe import Recipe
 
 COMPILE_IDLE_TIMEOUT_S = 1800.0

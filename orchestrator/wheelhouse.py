@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,10 +23,12 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
 from orchestrator.console import StepReport
-from orchestrator.container import Container, file_sha256
+from orchestrator.container import Container
 from orchestrator.desk_account import own_path
 from orchestrator.errors import RefusedError, RemoteError
 from orchestrator.settings import ContainerSettings, IndexSettings, TorchPin
+from payload.agent.checksum import file_sha256
+from payload.agent.redaction import redact
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,7 +36,6 @@ else:
     import tomli as tomllib
 
 OLDEST_MANYLINUX_GLIBC = 5
-_USER_IN_URL = re.compile(r"://[^\s/]*@")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def send_wheels(container: Container, wheels: Sequence[Path], report: StepReport
     folder = f"{container.settings.root}/wheelhouse"
     total = sum(wheel.stat().st_size for wheel in wheels)
     done = 0
-    there = container.sha256_in(folder, [wheel.name for wheel in wheels])
+    there = container.sha256_in(folder, [wheel.name for wheel in wheels], size_bytes=total)
     for wheel in wheels:
         path = f"{folder}/{wheel.name}"
         if there.get(wheel.name) != file_sha256(wheel):
@@ -286,5 +286,5 @@ def cache_folder() -> Path:
 
 
 def _tail(text: str) -> str:
-    lines = [line.strip() for line in _USER_IN_URL.sub("://***@", text).splitlines() if line.strip()]
+    lines = [line.strip() for line in redact(text).splitlines() if line.strip()]
     return " ".join(lines[-6:])[-800:] or "it gave no reason"

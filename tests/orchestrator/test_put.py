@@ -257,7 +257,7 @@ def test_an_upload_that_is_cut_off_leaves_only_what_prune_knows(
     class Interrupted(Exception):
         pass
 
-    def cut_off(self: Container, path: str) -> None:
+    def cut_off(self: Container, path: str, *, size_bytes: float) -> None:
         raise Interrupted
 
     (tmp_path / "rows").write_text("rows")
