@@ -141,23 +141,23 @@ def test_any_text_is_an_inventory_or_a_usage_error(
 
 
 @pytest.mark.parametrize(
-    ("host", "container", "words"),
+    ("host", "container", "words", "known"),
     [
-        (None, None, "HOST is missing"),
-        ("10.1.2.6", None, "CT is missing"),
-        ("nowhere", "200", "no host 'nowhere'"),
-        ("10.1.2.6", "201", "no container 201"),
-        ("10.1.2.6", "two", "not a container id"),
-        ("10.1.2.6", "-1", "not a container id"),
+        (None, None, "HOST is missing", "knows 10.1.2.6 (CT 200): add HOST=<name> CT=<id>"),
+        ("10.1.2.6", None, "CT is missing", "knows 10.1.2.6 (CT 200): add CT=<id>"),
+        ("nowhere", "200", "no host 'nowhere'", "It knows 10.1.2.6 (CT 200)."),
+        ("10.1.2.6", "201", "no container 201", "It knows: 200."),
+        ("10.1.2.6", "two", "not a container id", "from 100: CT=200"),
+        ("10.1.2.6", "-1", "not a container id", "from 100: CT=200"),
     ],
 )
 def test_an_unknown_place_is_refused_with_what_is_known(
-    host: str | None, container: str | None, words: str
+    host: str | None, container: str | None, words: str, known: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
         resolve(load_inventory(SHIPPED), host, container, SHIPPED)
     assert words in raised.value.message
-    assert "200" in raised.value.hint or "CT=200" in raised.value.hint
+    assert known in raised.value.hint
 
 
 def test_a_missing_inventory_says_where_it_was_looked_for(tmp_path: Path) -> None:

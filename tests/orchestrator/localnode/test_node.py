@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -181,7 +182,9 @@ def test_a_server_that_cannot_start_is_an_error_with_its_last_words_and_its_log(
     with pytest.raises(RemoteError) as failed:
         start(state)
     (state / "etc/host_key").unlink()
-    assert "did not start" in failed.value.message or "private key" in failed.value.message
+    assert re.search(r"SSH server did not start: .*Invalid private key", failed.value.message)
+    assert failed.value.hint == f"Its log: {state / 'log/server.log'}"
+    assert "Invalid private key" in (state / "log/server.log").read_text()
 
 
 def test_a_container_can_be_added_and_is_in_the_inventory(state):
