@@ -7,6 +7,7 @@ exit statuses of their own, and so has SSH.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -39,6 +40,10 @@ REPEATABLE_VERBS = frozenset({"hello", "status", "facts", "files", "stop"})
 
 COMMAND_NOT_FOUND = 127
 """What env(1) exits with for a program that is not there."""
+
+_MAKE_COMMAND = re.compile(
+    r"\bmake (?:deploy|venv|warmup|train|logs|status|stop|fetch|evaluate|put|prune|locks|cache)\b(?! HOST=)"
+)
 
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
@@ -142,7 +147,8 @@ class Agent:
     def _raise(self, verb: str, error: Mapping[str, Any]) -> NoReturn:
         kind = _ERRORS.get(str(error.get("kind")), RemoteError)
         message = str(error.get("message") or f"`{verb}` failed without saying why")
-        raise kind(f"{self.container}: {message}", str(error.get("hint") or ""))
+        hint = _completed(str(error.get("hint") or ""), self.container.destination.make_arguments)
+        raise kind(f"{self.container}: {message}", hint)
 
     def _no_answer_hint(self, done: Completed) -> str:
         if _is_missing(done):
@@ -154,6 +160,11 @@ class Agent:
             python = self.container.settings.python
             return f"The container needs Python 3.9 or newer as {python} (`python:` in the inventory)."
         return "Look into the container with `pct enter`, or try again."
+
+
+def _completed(hint: str, place: str) -> str:
+    """An agent's hint with its container in each command of make, which only the desk can name."""
+    return _MAKE_COMMAND.sub(lambda command: f"{command[0]} {place}", hint)
 
 
 def _is_missing(done: Completed) -> bool:

@@ -102,7 +102,7 @@ def status(
     if as_json:
         console.json(found)
     else:
-        show_status(console, found)
+        show_status(console, found, container.destination.make_arguments)
 
 
 def doctor(

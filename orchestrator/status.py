@@ -82,21 +82,22 @@ def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP
     )
 
 
-def show_status(console: Console, found: dict[str, Any]) -> None:
-    """The answer of :func:`status` as tables."""
+def show_status(console: Console, found: dict[str, Any], place: str) -> None:
+    """The answer of :func:`status` as tables; ``place`` means the container on make's command line."""
     console.line(f"release {found.get('release') or 'none'}, venv {found.get('venv') or 'none'}", "bold")
     console.table(RUN_COLUMNS, [tuple(_cells(run).values()) for run in found["runs"]])
     for run in found["runs"]:
         if run.get("left"):
             console.line(
                 f"run {run['run_id']} lost its supervisor, but {len(run['left'])} of its processes go on. "
-                "`stop` ends them.",
+                f"End them: make stop RUN_ID={run['run_id']} {place}",
                 "yellow",
             )
         elif run["state"] == "lost":
             console.line(
                 f"run {run['run_id']} is lost: its supervisor is gone without a word, most likely because the "
-                f"container was restarted. If it has a checkpoint, train RESUME={run['run_id']} goes on from it.",
+                f"container was restarted. If it has a checkpoint, this goes on from it: "
+                f"make train RESUME={run['run_id']} {place}",
                 "yellow",
             )
     caches = found.get("caches") or []

@@ -72,7 +72,7 @@ def test_status_shows_each_runs_recipe_held_out_length_and_newest_checkpoint(
 ) -> None:
     program = "open('metrics.jsonl', 'w').write('{\"step\": 120, \"accepted_length\": 2.5}\\n')"
     run_id = ended_run(agent, steps=(100,), program=program, recipe={"name": "mine"})
-    show_status(QUIET, status(agent, run_id))
+    show_status(QUIET, status(agent, run_id), "")
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     heads, row = (line for line in lines if line[0] in ("run", run_id))
     shown = dict(zip(heads, row, strict=True))

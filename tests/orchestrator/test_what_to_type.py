@@ -9,7 +9,11 @@ import typer
 
 from orchestrator.cli_options import open_container
 from orchestrator.console import Console
+from orchestrator.container import Container
 from orchestrator.localnode.node import NodeInfo
+from orchestrator.status import show_status
+from payload.agent.layout import Layout
+from payload.agent.locks import hold
 from tests.orchestrator.test_cli import assert_one_paragraph, orchestrator
 
 PLACE = ("--host", "local", "--ct", "200")
@@ -47,3 +51,22 @@ def test_an_interruption_names_the_command_that_shows_what_goes_on(
     with pytest.raises(typer.Exit), open_container(Console(), "local", "200", local_node.inventory):
         raise KeyboardInterrupt
     assert f"Look: make locks HOST=local CT=200 INVENTORY={local_node.inventory}" in capfd.readouterr().err
+
+
+def test_the_commands_that_an_agent_suggests_name_its_container(
+    local_node: NodeInfo, container: Container
+) -> None:
+    with hold(Layout.at(container.settings.root), "venv", "venv", "ann@desk"):
+        done = orchestrator("prune", *PLACE, inventory=local_node.inventory)
+    command = f"make locks HOST=local CT=200 INVENTORY={local_node.inventory} BREAK=venv ends that process"
+    assert_one_paragraph(done, 4, "held by ann@desk", command)
+
+
+def test_a_lost_run_is_told_with_the_commands_that_end_it_and_go_on_from_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    lost = {"run_id": "r1", "state": "lost"}
+    show_status(Console(), {"runs": [{**lost, "left": [1]}, lost]}, "HOST=h CT=200")
+    said = capfd.readouterr().err
+    assert "make stop RUN_ID=r1 HOST=h CT=200" in said
+    assert "make train RESUME=r1 HOST=h CT=200" in said
