@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Optional
 
 from payload.errors import PayloadError
+
+_WAIT_S = 1.0
+_POLL_S = 0.05
 
 
 @contextlib.contextmanager
@@ -19,20 +23,32 @@ def using(*folders: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         for folder in folders:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            # Who only asks whether it is in use has it for a moment.
+            deadline = time.monotonic() + _WAIT_S
+            while (descriptor := _shared(folder)) is None:
+                if time.monotonic() >= deadline:
+                    raise PayloadError(
+                        f"{folder} is just being removed or replaced",
+                        "Wait a moment, then try again.",
+                        "busy",
+                    )
+                time.sleep(_POLL_S)
             held.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                is_there = os.path.samestat(os.fstat(descriptor), folder.stat())
-            except (BlockingIOError, FileNotFoundError):
-                is_there = False
-            if not is_there:
-                raise PayloadError(
-                    f"{folder} is just being removed or replaced",
-                    "Wait a moment, then try again.",
-                    kind="busy",
-                )
         yield
+
+
+def _shared(folder: Path) -> Optional[int]:
+    """A descriptor that holds the folder's shared lock, or None when that is not to be had now."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 @contextlib.contextmanager

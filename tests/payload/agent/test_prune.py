@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,26 @@ def test_what_is_being_removed_cannot_be_used_any_more(tmp_path: Path) -> None:
         assert not free
     with unused(folder) as free:
         assert free
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_who_only_asks_whether_a_folder_is_in_use_is_waited_for(tmp_path: Path, replaced: bool) -> None:
+    folder = tmp_path / "venv"
+    folder.mkdir()
+    asks = threading.Event()
+
+    def ask() -> None:
+        with unused(folder):
+            asks.set()
+            time.sleep(0.2)
+            if replaced:
+                folder.rename(tmp_path / "old")
+                folder.mkdir()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert asks.wait(10)
+    with using(folder):
+        asking.join(10)
+        with unused(folder) as free:
+            assert not free
