@@ -11,12 +11,20 @@ ROOT_VARIABLE = "DFLASH_ROOT"
 """Set by the agent for everything that it runs in a venv."""
 
 
+def at_home(name: str) -> Path:
+    """``name`` with its ``~`` expanded; as in a shell, that of a user that there is not stays as it is."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def place(name: str) -> Path:
     """The path that ``name`` of a recipe means: absolute as it is, ``~`` expanded, else below the container's root.
 
     Outside a container, where no root is set, a relative name is relative to the working folder.
     """
-    path = Path(name).expanduser()
+    path = at_home(name)
     root = os.environ.get(ROOT_VARIABLE)
     return path if path.is_absolute() or not root else Path(root) / path
 

@@ -11,6 +11,7 @@ from typing import Any
 from payload.errors import PayloadError
 from payload.gguf_shape import gguf_config
 from payload.located import shown
+from payload.places import at_home
 from payload.recipe import TargetSpec
 
 _GREATEST = 1 << 30
@@ -114,7 +115,7 @@ def shape_of(model: str, config: Path | None = None, gguf_file: str | None = Non
 
     Raises PayloadError (kind ``usage``) when none of them knows.
     """
-    path = config if config is not None else Path(model).expanduser()
+    path = config if config is not None else at_home(model)
     if path.is_dir():
         gguf = path / gguf_file if gguf_file is not None else None
         path = gguf if gguf is not None and gguf.is_file() else path / "config.json"
