@@ -16,6 +16,7 @@ from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
 from payload.trainer.checkpoint import find_drafter, write_checkpoint
 from payload.trainer.evaluation import evaluate_everywhere
+from payload.trainer.roles import Roles
 from tests.payload.trainer.jobs import run, tiny_recipe
 from tests.payload.trainer.test_parts import CONFIG, snapshot
 
@@ -81,13 +82,13 @@ def test_a_run_and_its_export_have_the_same_accepted_length(finished: tuple[Path
 
 def test_what_training_decodes_with_is_the_drafter_as_it_is_exported(tmp_path: Path) -> None:
     drafter, seen = DFlashDrafter(CONFIG), {}
-    where = SimpleNamespace(rank=0, lead_drafter=0, lead_target=0, device=torch.device("cpu"))
+    where, roles = SimpleNamespace(rank=0, device=torch.device("cpu")), Roles((0,), (0,), accumulation=1)
     alone = SimpleNamespace(evaluation=None, drafters=None)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         shape = SimpleNamespace(dtype=dtype)
-        run = SimpleNamespace(config=CONFIG, ranks=where, roles=where, groups=alone, shape=shape)
+        run = SimpleNamespace(config=CONFIG, ranks=where, roles=roles, groups=alone, shape=shape)
         side = SimpleNamespace(evaluate=lambda state, compare_plain: seen.update(state))
-        program = SimpleNamespace(full_state=drafter.state_dict)
+        program = SimpleNamespace(drafter=drafter)
         evaluate_everywhere(run, side, program, compare_plain=False)  # type: ignore[arg-type]
         exported, _ = load_drafter(save_drafter(tmp_path / "drafter", drafter, CONFIG), dtype=dtype)
         for name, tensor in exported.state_dict().items():

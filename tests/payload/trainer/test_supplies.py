@@ -54,13 +54,15 @@ class Wire:
         with self.changed:
             own[link].append(tensor)
             number = len(own[link]) - 1
+            if len(other[link]) > number:
+                # Once, when both are there: afterwards the buffer may be another message's.
+                self.posted[link][number].copy_(self.sent[link][number])
             self.changed.notify_all()
 
         def wait() -> None:
             with self.changed:
                 met = self.changed.wait_for(lambda: len(other[link]) > number, PATIENCE_S)
                 assert met, f"the other end of {link} never came to message {number}"
-                self.posted[link][number].copy_(self.sent[link][number])
 
         return Handle(wait)
 
