@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import os
 import shutil
@@ -147,8 +148,7 @@ def test_what_is_being_removed_cannot_be_used_any_more(tmp_path: Path) -> None:
         assert free
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_who_only_asks_whether_a_folder_is_in_use_is_waited_for(tmp_path: Path, replaced: bool) -> None:
+def test_who_only_asks_whether_a_folder_is_in_use_is_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     folder.mkdir()
     asks = threading.Event()
@@ -157,9 +157,6 @@ def test_who_only_asks_whether_a_folder_is_in_use_is_waited_for(tmp_path: Path, 
         with unused(folder):
             asks.set()
             time.sleep(0.2)
-            if replaced:
-                folder.rename(tmp_path / "old")
-                folder.mkdir()
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -168,3 +165,21 @@ def test_who_only_asks_whether_a_folder_is_in_use_is_waited_for(tmp_path: Path, 
         asking.join(10)
         with unused(folder) as free:
             assert not free
+
+
+def test_a_folder_that_is_replaced_at_the_last_moment_is_not_the_one_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, old = tmp_path / "venv", tmp_path / "old"
+    folder.mkdir()
+    flock = fcntl.flock
+
+    def replace_first(descriptor: int, how: int) -> None:
+        if not old.exists():
+            folder.rename(old)
+            folder.mkdir()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", replace_first)
+    with using(folder), unused(folder) as free, unused(old) as old_is_free:
+        assert (free, old_is_free) == (False, True)
