@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.container import Container
+from orchestrator.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,15 @@ def resolved(container: Container, paths: Iterable[str]) -> list[str]:
 def entries(container: Container, path: str, *, below: bool) -> dict[str, Entry]:
     """The entry at ``path`` under the name ``""``, and (``below``) all in it by relative path; empty for none.
 
-    Links are entries themselves and are not followed.
+    Links are entries themselves and are not followed. Raises :class:`UsageError` for a path that leads through a file.
     """
     depth = () if below else ("-maxdepth", "0")
     done = container.run(["find", path, *depth, "-printf", r"%y\t%s\t%m\t%P\0"])
+    if "Not a directory" in done.stderr_text():
+        raise UsageError(
+            f"{path} leads through a file in {container}.",
+            "Name another place (TO=), or remove that file there.",
+        )
     found = {}
     for line in _split(done.stdout):
         kind, size, mode, name = line.split("\t", 3)

@@ -70,3 +70,19 @@ def test_a_lost_run_is_told_with_the_commands_that_end_it_and_go_on_from_it(
     said = capfd.readouterr().err
     assert "make stop RUN_ID=r1 HOST=h CT=200" in said
     assert "make train RESUME=r1 HOST=h CT=200" in said
+
+
+def test_a_place_below_a_file_is_refused_in_words(
+    local_node: NodeInfo, container: Container, tmp_path: Path
+) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.jsonl").write_text("{}")
+    rows = Path(container.settings.root) / "below/rows.jsonl"
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.write_text("{}")
+    for source, to in (("rows/a.jsonl", "a.jsonl"), ("rows/a.jsonl", "deep/a.jsonl"), ("rows", "deep")):
+        put = ("put", *PLACE, "--to", f"below/rows.jsonl/{to}", str(tmp_path / source))
+        done = orchestrator(*put, inventory=local_node.inventory)
+        assert_one_paragraph(done, 2, f"below/rows.jsonl/{to}", "leads through a file", "TO=")
+        assert "tar" not in done.stderr
+    assert rows.read_text() == "{}"
