@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from orchestrator.container_id import is_container_id
 from orchestrator.errors import UsageError
-from orchestrator.settings import CONTAINER_ID, CheckedContainer, ContainerSettings, HostSettings
+from orchestrator.settings import CheckedContainer, ContainerSettings, HostSettings
 from payload.errors import PayloadError
 from payload.located import Fault, Located
 from payload.yaml_binding import bind
@@ -98,7 +99,7 @@ def resolve(inventory: Inventory, host: str | None, container: str | None, sourc
         raise UsageError(
             f"CT is missing: which container on {host}?", f"{source} knows {known}: add CT=<id>."
         )
-    if not CONTAINER_ID.fullmatch(container):
+    if not is_container_id(container):
         raise UsageError(
             f"CT={container} is not a container id.", "Proxmox numbers containers from 100: CT=200."
         )

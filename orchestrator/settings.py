@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
+from orchestrator.container_id import is_container_id
 from payload.yaml_binding import Shorthand, at_least, at_most, require
 
 MOST_GPUS = 1024
-CONTAINER_ID = re.compile(r"[1-9][0-9]{2,8}")
-"""Proxmox's numbers of guests: 100 to 999999999 (pve-vmid)."""
 DEFAULT_CONTAINER_PATH = (
     "/usr/local/sbin",
     "/usr/local/bin",
@@ -56,7 +55,7 @@ def _gpu_range(value: Any) -> tuple[int, ...]:
 def _container_id(key: str) -> str:
     if re.fullmatch(r"0[0-7]+", key):
         raise ValueError("YAML reads a number that begins with 0 as an octal one")
-    if not CONTAINER_ID.fullmatch(key):
+    if not is_container_id(key):
         raise ValueError("not a container's id: Proxmox numbers them from 100")
     return key
 

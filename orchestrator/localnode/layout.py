@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import os
 
+from orchestrator.container_id import is_container_id
+
 DEFAULT_STATE = ".dflash/node"
 CLIENT_KEY = "client_key"
 KNOWN_HOSTS = "known_hosts"
@@ -36,11 +38,6 @@ CONTAINER_LOCK = "lock"
 INIT_SOCKET = "init.sock"
 INIT_LOG = "init.log"
 CONTAINER_INVENTORY = "inventory.json"
-
-
-def is_container_id(text: str) -> bool:
-    """Whether Proxmox would take ``text`` for the number of a container: from 100 to 999999999."""
-    return text.isascii() and text.isdigit() and 3 <= len(text) <= 9 and text[0] != "0"
 
 
 def state_of(pct: str, known_hosts: str | None) -> str | None:

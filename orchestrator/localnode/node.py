@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.container_id import is_container_id
 from orchestrator.desk_account import own_path, user_name
 from orchestrator.errors import RemoteError, UsageError
 from orchestrator.localnode import containers, detach, layout, process, provision, server
@@ -109,7 +110,7 @@ def add_container(
     Raises :class:`UsageError` for an id that is taken or is none, or when the node does not run.
     """
     state = _absolute(state_dir)
-    if not layout.is_container_id(container_id):
+    if not is_container_id(container_id):
         raise UsageError(
             f"{container_id!r} is not a container id.", "Proxmox numbers containers from 100 on."
         )

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+from orchestrator.container_id import is_container_id
 from orchestrator.localnode import containers, init, layout, options
 
 HOST_PATH = b"/sbin:/bin:/usr/sbin:/usr/bin"
@@ -194,7 +195,7 @@ def _arguments(positional: list[str], least: int, most: int | None) -> list[str]
         raise options.UsageFault("400 not enough arguments")
     if most is not None and len(positional) > most:
         raise options.UsageFault("400 too many arguments")
-    if least and not layout.is_container_id(positional[0]):
+    if least and not is_container_id(positional[0]):
         raise options.UsageFault(
             "400 Parameter verification failed.\nvmid: invalid format - value does not look like a valid VM ID"
         )
