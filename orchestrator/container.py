@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
@@ -23,7 +22,8 @@ from typing import IO
 
 from orchestrator.command import BytesSink, Completed
 from orchestrator.connection import Connection
-from orchestrator.errors import OrchestratorError, RefusedError, RemoteError, TransportError, UsageError
+from orchestrator.errors import OrchestratorError, RemoteError, TransportError, UsageError
+from orchestrator.explanation import explanation
 from orchestrator.inventory import Destination
 from orchestrator.partial import only_writer
 from orchestrator.retry import repeat
@@ -248,45 +248,9 @@ class Container:
 
     def explain(self, done: Completed, what: str) -> OrchestratorError:
         """The error that fits a command that did not do its work, found by asking ``pct`` for the container's state."""
-        ct = self.destination.container_id
-        host = self.destination.host_name
-        status = self.connection.run(self._pct("status", ct), timeout_s=_PROBE_TIMEOUT_S)
-        reply = status.stdout.decode("utf-8", errors="replace").strip()
-        complaint = status.stderr_text()
-        if "status: running" in reply:
-            detail = _cause(done.stderr_text()) or f"exit status {done.exit_status}"
-            # The second is how tar says it when a write was cut short.
-            if re.search(r"No space left on device|: Wrote only \d+ of \d+ bytes", done.stderr_text()):
-                return RemoteError(
-                    f"{self}: {what}: no space left on its disk.", "Free some (make prune), or grow it."
-                )
-            if "Permission denied" in done.stderr_text():
-                root = self.settings.root
-                return RemoteError(
-                    f"{self}: {what}: {detail}.",
-                    f"Does {root} belong to the container's root? In an unprivileged container, what the host made "
-                    f"belongs to nobody: on the host, chown -R 100000:100000 it (or remove it, and deploy makes it).",
-                )
-            return RemoteError(f"{self}: {what}: {detail}.")
-        if "status: " in reply:
-            state = reply.split("status: ", 1)[1].split()[0]
-            return TransportError(f"{self} is {state}.", f"Start it on the host: pct start {ct}")
-        if status.exit_status == 127 or "not found" in complaint or "No such file" in complaint:
-            return TransportError(
-                f"{host} has no {self.destination.host.pct}.",
-                "Is it a Proxmox host? Set `pct:` in the inventory when it is elsewhere.",
-            )
-        if "does not exist" in complaint:
-            return TransportError(
-                f"{host} has no container {ct}.",
-                "`pct list` on the host shows those it has; correct CT= or the inventory.",
-            )
-        if "password is required" in complaint or "please run as root" in complaint:
-            return RefusedError(
-                f"{host}: {self.destination.host.user} may not run pct ({_last_line(complaint)}).",
-                "Log in as root, or allow `NOPASSWD: /usr/sbin/pct` for that user in sudoers.",
-            )
-        return TransportError(f"{self}: {what}, and pct says: {_last_line(complaint) or 'nothing'}.")
+        asked = self._pct("status", self.destination.container_id)
+        status = self.connection.run(asked, timeout_s=_PROBE_TIMEOUT_S)
+        return explanation(self.destination, done, what, status)
 
     def _pct(self, verb: str, *rest: str | bytes) -> list[str | bytes]:
         host = self.destination.host
@@ -305,14 +269,3 @@ class Container:
 
 def _is_whole(path: Path, size: int, sha256: str) -> bool:
     return path.is_file() and path.stat().st_size == size and file_sha256(path) == sha256
-
-
-def _cause(text: str) -> str:
-    """The line of a command's complaints that says why: tar tells it first, and ends by saying that it failed."""
-    of_tar = [line.strip() for line in text.splitlines() if line.startswith("tar: ")]
-    return of_tar[0].rstrip(".") if of_tar else _last_line(text)
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else ""
