@@ -140,6 +140,13 @@ def _is_silence(error: BaseException) -> bool:
 def _configured(name: str, settings: HostSettings) -> fabric.Connection:
     """A connection that is not open yet, by ssh_config and the inventory. Raises :class:`UsageError`."""
     give_getpass_a_name()
+    limits: dict[str, object] = {
+        "banner_timeout": settings.connect_timeout_s,
+        "auth_timeout": settings.connect_timeout_s,
+        "channel_timeout": settings.connect_timeout_s,
+        "transport_factory": WatchedTransport,
+    }
+    only_key = _only_key(name, settings.identity_file) if settings.identity_file else {}
     try:
         # Lazy: fabric.yml files are no part of this; ssh_config is.
         config = fabric.Config(lazy=True)
@@ -149,7 +156,7 @@ def _configured(name: str, settings: HostSettings) -> fabric.Connection:
             user=settings.user,
             port=settings.port,
             config=config,
-            connect_kwargs=_only_key(name, settings.identity_file) if settings.identity_file else {},
+            connect_kwargs=limits | only_key,
         )
     except (paramiko.ConfigParseError, OSError) as error:
         raise UsageError(f"Your ssh_config cannot be used: {error}.") from None
@@ -163,13 +170,7 @@ def _configured(name: str, settings: HostSettings) -> fabric.Connection:
     for hop in hops(connection):
         # fabric hands none of this on to the jump hosts that it makes from ssh_config.
         hop.connect_timeout = settings.connect_timeout_s
-        hop.connect_kwargs = {
-            **hop.connect_kwargs,
-            "banner_timeout": settings.connect_timeout_s,
-            "auth_timeout": settings.connect_timeout_s,
-            "channel_timeout": settings.connect_timeout_s,
-            "transport_factory": WatchedTransport,
-        }
+        hop.connect_kwargs = {**hop.connect_kwargs, **limits}
     return connection
 
 
