@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ from orchestrator.cli_options import (
     open_container,
     open_step,
 )
-from orchestrator.console import Console
+from orchestrator.console import Console, size_text
 from orchestrator.errors import UsageError
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.probe import probe as probe_container
@@ -101,16 +101,24 @@ def prune(
             "--keep-runs and --run were given.", "Name runs (RUN_ID=), or how many to keep (RUNS=)."
         )
     with open_step("prune", console, host, ct, inventory) as (agent, report):
+        gone = ""
         if keep_runs is not None or runs:
             found = remove_runs(agent, report, keep=keep_runs, run_ids=runs, apply=apply)
             show_removed_runs(console, found)
+            gone = _runs(found["runs"])
             if not apply:
-                report.outcome = (
-                    f"would remove {len(found['runs'])} runs; nothing was. Remove them: APPLY=1 (--apply)"
-                )
+                report.outcome = f"would remove {gone}; nothing was. Remove: APPLY=1 (--apply)"
                 return
         removed = agent.call("prune", {"keep": keep}, on_event=report.on_event)["removed"]
-        report.outcome = f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
+        report.outcome = (f"removed {gone}; " if gone else "") + (
+            f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
+        )
+
+
+def _runs(runs: list[dict[str, Any]]) -> str:
+    count = len(runs)
+    size = size_text(sum(run["bytes"] for run in runs))
+    return f"{count} run{'' if count == 1 else 's'} ({size})"
 
 
 def locks(

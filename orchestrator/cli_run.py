@@ -92,7 +92,7 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run is over.")] = False,
     tail: Annotated[int | None, typer.Option("--tail", min=0, help="Only the last N lines.")] = None,
     since: Annotated[
-        str | None, typer.Option("--since", help="Only the last while: 90s, 10m, 2h, 1d.")
+        str | None, typer.Option("--since", help="Only the last while: 90s, 10m, 2h, 1d; 10 is seconds.")
     ] = None,
 ) -> None:
     """Show a run's output as it is in the container."""

@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator import told_names
 from orchestrator.agent import Agent
 from orchestrator.console import Console, StepReport, size_text
+from orchestrator.errors import RemoteError
 from orchestrator.records import load_record
 from orchestrator.told_names import told_name
 
@@ -27,9 +28,20 @@ def remove_runs(
     found = agent.call(
         "remove_runs", request, on_event=report.on_event, idle_timeout_s=REMOVAL_IDLE_TIMEOUT_S
     )
-    for run in found["runs"]:
+    runs, kept = found["runs"], found["kept"]
+    if (
+        not isinstance(kept, dict)
+        or not isinstance(runs, list)
+        or not all(_is_described(run) for run in runs)
+    ):
+        raise RemoteError(f"{agent.container}: what `remove_runs` answers is no list of runs.")
+    for run in runs:
         told_name(run["run_id"], told_names.RUN, "run", agent.container)
     return found
+
+
+def _is_described(run: object) -> bool:
+    return isinstance(run, dict) and type(run.get("bytes")) is int and "run_id" in run and "state" in run
 
 
 def show_removed_runs(console: Console, found: Mapping[str, Any]) -> None:

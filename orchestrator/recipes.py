@@ -81,7 +81,7 @@ def recipe_to_resume(
     resumed = named or changed_recipe(own, overrides)
     if changed := own.changes_for_a_resume(resumed):
         raise UsageError(
-            f"RESUME={run_id} goes on exactly as that run would have, and {', '.join(changed)} would be another.",
+            f"RESUME={run_id} goes on exactly as that run would have; {', '.join(changed)} cannot change.",
             f"Leave RECIPE= out, and of SET= all but {', '.join(MAY_CHANGE_IN_A_RESUME)}. To train its drafter "
             f"otherwise, start a new run: make train RECIPE=… SET='train.from_pretrained=runs/{run_id} …' "
             f"{container.destination.make_arguments}",

@@ -19,6 +19,7 @@ from orchestrator.errors import OrchestratorError, RemoteError, UsageError
 from orchestrator.evaluate import Question, evaluate
 from orchestrator.fetch import fetch
 from orchestrator.inventory import Destination
+from orchestrator.prune import remove_runs
 from orchestrator.status import newest_run, status
 from orchestrator.warmup import kept_artifact, warm_up
 from payload.recipe import load_recipe
@@ -156,6 +157,21 @@ def test_a_compile_cache_that_is_told_is_neither_read_nor_written_elsewhere_at_t
             warm_up(agent, report, release="0" * 16, venv="0" * 16, recipe=load_recipe("tiny-cpu"))
     assert everything_below(tmp_path) == before
     assert set(asked(tmp_path)) == {"call"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"runs": [{"run_id": "../..", "state": "finished", "bytes": 1}], "kept": {}},
+        {"runs": [{"run_id": RUN, "state": "finished", "bytes": "much"}], "kept": {}},
+        {"runs": [7], "kept": {}},
+        {"runs": [], "kept": []},
+    ],
+)
+def test_what_is_told_of_removed_runs_is_looked_at(hostile: Hostile, answer: dict[str, Any]) -> None:
+    agent = hostile(remove_runs={**answer, "applied": True})
+    with pytest.raises(RemoteError), QUIET.step("prune") as report:
+        remove_runs(agent, report, keep=1, run_ids=None, apply=True)
 
 
 def test_the_newest_run_is_the_one_that_the_agent_tells_first(hostile: Hostile) -> None:

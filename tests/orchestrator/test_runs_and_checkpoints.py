@@ -121,6 +121,7 @@ def test_prune_shows_the_runs_that_would_go_and_removes_them_when_told_to(
         *arguments, "--run", newest, "--run", first, "--apply", inventory=local_node.inventory
     )
     assert gone.returncode == 0, gone.stderr
+    assert "removed 2 runs (" in gone.stderr
     assert not (runs / first).exists()
     assert not (runs / newest).exists()
     both = orchestrator(*arguments, "--run", first, "--keep-runs", "1", inventory=local_node.inventory)
