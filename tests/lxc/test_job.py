@@ -216,7 +216,7 @@ def test_after_a_restart_of_the_container_a_run_is_lost_and_a_person_is_told_wha
     run = state_of(agent, run_id)
     assert (run["state"], run["reason"]) == ("lost", "the container was restarted while it ran")
     assert run["left"] == []
-    assert f"train RESUME={run_id} goes on from it" in desk.ok("status").text
+    assert f"this goes on from it: make train RESUME={run_id}" in desk.ok("status").text
     assert state_of(agent, start(agent, "pass"))["state"] in ("running", "finished")
 
 
