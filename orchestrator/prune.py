@@ -41,7 +41,13 @@ def remove_runs(
 
 
 def _is_described(run: object) -> bool:
-    return isinstance(run, dict) and type(run.get("bytes")) is int and "run_id" in run and "state" in run
+    size = run.get("bytes") if isinstance(run, dict) else None
+    return (
+        isinstance(run, dict)
+        and type(size) is int
+        and 0 <= size < 1 << 63
+        and {"run_id", "state"} <= run.keys()
+    )
 
 
 def show_removed_runs(console: Console, found: Mapping[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from orchestrator import told_names
 from orchestrator.agent import Agent
@@ -154,7 +155,9 @@ def checkpoints_of(run: Mapping[str, Any]) -> list[int]:
 
 
 def _cells(run: Mapping[str, Any]) -> dict[str, object]:
-    metrics = run.get("last_metrics") or {}
+    told = run.get("last_metrics")
+    metrics = told if isinstance(told, Mapping) else {}
+    log_bytes = run.get("log_bytes")
     return {
         "run": run["run_id"],
         "recipe": run.get("recipe"),
@@ -165,15 +168,16 @@ def _cells(run: Mapping[str, Any]) -> dict[str, object]:
         "accepted": _number(metrics.get("accepted_length"), 2),
         "tokens/s": _number(metrics.get("tokens_per_s"), 0),
         "checkpoint": next(iter(checkpoints_of(run)[::-1]), None),
-        "log": size_text(run.get("log_bytes")),
+        "log": size_text(int(log_bytes) if _is_finite(log_bytes) else None),
         "exit": run.get("exit_code"),
     }
 
 
-def _age(started: float | None, ended: float | None) -> str:
-    if started is None:
+def _age(started: object, ended: object) -> str:
+    """Between two moments that a container told, the second now where it told none."""
+    if not _is_finite(started):
         return ""
-    seconds = int((ended or time.time()) - started)
+    seconds = int((ended if _is_finite(ended) else time.time()) - started)
     hours, minutes = seconds // 3600, seconds // 60 % 60
     return (
         f"{hours} h {minutes} min"
@@ -184,5 +188,9 @@ def _age(started: float | None, ended: float | None) -> str:
     )
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def _number(value: object, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if _is_finite(value) else ""
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) < sys.float_info.max

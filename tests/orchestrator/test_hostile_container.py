@@ -20,7 +20,7 @@ from orchestrator.evaluate import Question, evaluate
 from orchestrator.fetch import fetch
 from orchestrator.inventory import Destination
 from orchestrator.prune import remove_runs
-from orchestrator.status import newest_run, status
+from orchestrator.status import newest_run, show_status, status
 from orchestrator.warmup import kept_artifact, warm_up
 from payload.recipe import load_recipe
 
@@ -159,11 +159,23 @@ def test_a_compile_cache_that_is_told_is_neither_read_nor_written_elsewhere_at_t
     assert set(asked(tmp_path)) == {"call"}
 
 
+@pytest.mark.parametrize("odd", ["x", [], {"loss": "x"}, True, 1e999, -1e999, float("nan"), 10**400])
+def test_a_status_of_odd_values_is_shown_without_them(
+    odd: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("recipe", "started_at", "ended_at", "last_metrics", "log_bytes", "checkpoints")
+    runs = [{"run_id": RUN, "state": "finished", name: odd} for name in names]
+    runs.append({"run_id": RUN, "state": "finished", "started_at": 0, "last_metrics": {"loss": odd}})
+    show_status(QUIET, {"runs": runs}, "")
+    assert capsys.readouterr().out.count(RUN) == len(runs)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
         {"runs": [{"run_id": "../..", "state": "finished", "bytes": 1}], "kept": {}},
         {"runs": [{"run_id": RUN, "state": "finished", "bytes": "much"}], "kept": {}},
+        {"runs": [{"run_id": RUN, "state": "finished", "bytes": 10**400}], "kept": {}},
         {"runs": [7], "kept": {}},
         {"runs": [], "kept": []},
     ],
