@@ -94,7 +94,12 @@ def prepare(
             report.outcome = "; ".join(finding.seen for finding in findings)
     if cold:
         with console.step("cache") as report:
-            warm = find_warm(agent, report, release=deployed.release, venv=built.venv, recipe=recipe)
+            try:
+                warm = find_warm(agent, report, release=deployed.release, venv=built.venv, recipe=recipe)
+            except (RemoteError, RefusedError) as error:
+                # Who wants no warm-up may want none because it fails.
+                report.note(f"whether a cache is warm is not known: {error.message}")
+                warm = None
             report.outcome = str(warm) if warm is not None else "cold: the first step compiles"
         return Prepared(agent, deployed.release, built.venv, warm)
     with console.step("warmup") as report:

@@ -44,6 +44,14 @@ def test_a_cold_start_compiles_nothing_beforehand(agent: Agent, folder: Path) ->
     assert not nothing.compiled
 
 
+def test_a_cold_start_goes_on_where_the_cache_cannot_be_looked_at(
+    agent: Agent, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("orchestrator.train.build_venv", lambda *_, **__: BuiltVenv("0" * 16, False, "", ""))
+    assert prepare(agent.container, recipe(folder, "on"), Console(), cold=True).warmed is None
+    assert "whether a cache is warm is not known" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_cold_start_uses_a_cache_that_is_warm(agent: Agent, folder: Path) -> None:
     release = tree_hash(PAYLOAD)
