@@ -352,7 +352,8 @@ def test_a_lock_that_is_held_shows_its_holder_and_age_and_can_be_broken_knowingl
     refused = desk.run("venv", "--force")
     assert refused.status == 4
     assert "the lock 'venv' is held by ann@another-desk for" in refused.text
-    assert "make locks BREAK=venv" in refused.text
+    assert "make locks HOST=bed CT=200" in refused.text
+    assert " BREAK=venv ends that process" in refused.text
     assert "ended the holder of venv; 0 held" in desk.ok("locks", "--break", "venv").text
     assert holder.wait(20) != 0
     desk.ok("venv", "--force")
