@@ -116,7 +116,7 @@ bench-remote: $(VENV)/.desk ## First deploy, deploy with nothing to do, script, 
 test: $(VENV)/.dev ## The fast tests
 	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
 test-slow: $(VENV)/.dev ## The tests that take minutes
-	@$(VENV)/bin/python -m pytest -q -m 'slow and not lxc' --timeout 900
+	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal -m 'slow and not lxc' --timeout 900
 test-lxc: $(VENV)/.dev ## The tests on real OpenSSH, LXC and systemd (root; see tests/lxc/README.md; SLOW=1: with torch)
 	@$(VENV)/bin/python -m tests.lxc.rootfs
 	@$(VENV)/bin/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder -m 'lxc$(if $(call on,SLOW),, and not slow)' tests/lxc
