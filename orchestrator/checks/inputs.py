@@ -22,23 +22,19 @@ def target(seen: Seen, needs: Needs) -> Iterator[Finding]:
                 "target", "ok", f"{needs.target}: no folder here, so a name of the Hugging Face hub"
             )
             return
-        yield Finding(
-            "target",
-            "error",
-            f"there is no folder {_told(folder, needs.target)}",
-            f"recipe {needs.recipe} takes its target from there",
-            _bring(needs, "<the model's folder>", [needs.target], "target.model=<folder>"),
-        )
+        missing = f"there is no folder {_told(folder, needs.target)}"
     elif file.get("kind") != "file":
-        yield Finding(
-            "target",
-            "error",
-            f"{_told(folder, needs.target)} holds no {PurePosixPath(needs.target_file).name}",
-            f"recipe {needs.recipe} takes its target from there",
-            _bring(needs, "<the model's folder>", [needs.target], "target.model=<folder>"),
-        )
+        missing = f"{_told(folder, needs.target)} holds no {PurePosixPath(needs.target_file).name}"
     else:
         yield Finding("target", "ok", needs.target)
+        return
+    yield Finding(
+        "target",
+        "error",
+        missing,
+        f"recipe {needs.recipe} takes its target from there",
+        _bring(needs, "<the model's folder>", [needs.target], "target.model=<folder>"),
+    )
 
 
 def data(seen: Seen, needs: Needs) -> Iterator[Finding]:

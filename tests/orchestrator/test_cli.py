@@ -204,25 +204,6 @@ def test_a_time_span_that_is_none_is_refused(inventory: Path, since: str) -> Non
     assert_one_paragraph(done, 2, "not a time span")
 
 
-def test_the_make_variables_reach_the_commands_and_a_host_from_the_shell_does_not(inventory: Path) -> None:
-    def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["make", "--no-print-directory", "--old-file=.venv/.desk", *arguments],
-            cwd=REPOSITORY,
-            env={**os.environ, "HOST": "from-the-shell"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    assert "HOST is missing" in make("status").stderr
-    assert (
-        "CT is missing: which container on local?"
-        in make("status", "HOST=local", f"INVENTORY={inventory}").stderr
-    )
-
-
 def test_help_is_shown_without_a_command() -> None:
     done = orchestrator()
     assert "deploy" in done.stdout + done.stderr

@@ -105,3 +105,11 @@ def test_a_script_with_a_quote_in_its_name_runs(local_node: NodeInfo, tmp_path: 
     assert make("deploy", *place).returncode == 0
     done = make("script", f"FILE={file}", "ARGS=it's", *place)
     assert (done.returncode, done.stdout) == (0, "it's\n"), done.stderr
+
+
+def test_the_variables_reach_the_real_commands_and_a_host_from_the_shell_does_not(
+    local_node: NodeInfo,
+) -> None:
+    assert "HOST is missing" in make("status").stderr
+    done = make("status", "HOST=local", f"INVENTORY={local_node.inventory}")
+    assert "CT is missing: which container on local?" in done.stderr

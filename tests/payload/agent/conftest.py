@@ -14,6 +14,7 @@ from payload.agent.layout import Layout
 from payload.agent.processes import ProcessId, end, is_alive
 from payload.errors import PayloadError
 from tests.payload.agent.container import FakeContainer, make_container
+from tests.payload.agent.wheels import make_torch, make_wheel
 
 
 @pytest.fixture
@@ -33,3 +34,12 @@ def container(tmp_path: Path) -> Iterator[FakeContainer]:
 def _left(layout: Layout, run: state.RunState) -> list[ProcessId]:
     own = [run.supervisor] if run.supervisor is not None and is_alive(run.supervisor) else []
     return state.processes(layout, run) + own
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """A folder of wheels: torch, and a package that needs it."""
+    folder = tmp_path / "wheels"
+    make_torch(folder)
+    make_wheel(folder, "needy", "1.0", {"needy.py": "import torch\n"}, requires=("torch>=2",))
+    return folder

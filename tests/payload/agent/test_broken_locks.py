@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.payload.agent.container import FakeContainer, parse, until
-from tests.payload.agent.test_venv import request
+from tests.payload.agent.venvs import request
 
 HOLDS = """
 import sys, time

@@ -1,4 +1,4 @@
-"""A job is started at most once, survives whoever started it, and is stopped wholly."""
+"""A job is started at most once, survives whoever started it, and keeps what it was given to itself."""
 
 from __future__ import annotations
 
@@ -15,41 +15,8 @@ import pytest
 
 from payload.agent.layout import Layout
 from payload.errors import PayloadError
-from tests.payload.agent.container import FakeContainer, is_running, until, wait_until_written
-
-APPEND_PID = "import os, sys; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')"
-SLEEP = APPEND_PID + "\nimport time; time.sleep(600)"
-# A tree that does not want to end: TERM is ignored, children leave the session, their parents exit, one wipes its
-# environment.
-STUBBORN = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-def note():
-    with open(sys.argv[1], "a") as file:
-        file.write(f"{os.getpid()}\\n")
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.setsid()
-        note()
-        time.sleep(600)
-    os._exit(0)
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        note()
-        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {})
-    os._exit(0)
-note()
-time.sleep(600)
-"""
-
-
-def pids_in(path: Path, count: int) -> list[int]:
-    for _ in until():
-        if path.exists() and len(path.read_text().split()) >= count:
-            return [int(pid) for pid in path.read_text().split()]
-    raise AssertionError(f"{path} does not hold {count} pids")
+from tests.payload.agent.container import FakeContainer, is_running, wait_until_written
+from tests.payload.agent.jobs import SLEEP, pids_in
 
 
 def test_a_job_runs_to_its_end_and_its_exit_status_is_kept(container: FakeContainer) -> None:
@@ -181,132 +148,6 @@ def test_a_job_outlives_the_session_that_started_it(container: FakeContainer, tm
     assert container.state("r1")["state"] == "running"
 
 
-def test_stop_leaves_no_process_however_stubborn(container: FakeContainer, tmp_path: Path) -> None:
-    container.start("r1", STUBBORN, str(tmp_path / "pids"))
-    pids = pids_in(tmp_path / "pids", 3)
-    supervisor = container.state_file("r1")["supervisor"]["pid"]
-    stopped = container.result("stop", run_id="r1", grace_s=0.3)
-    assert stopped["state"] == "stopped"
-    assert stopped["killed"] == 3
-    assert not [pid for pid in pids if is_running(pid)]
-    for _ in until(5):
-        if not is_running(supervisor):
-            break
-    assert not is_running(supervisor)
-    assert container.result("stop", run_id="r1", grace_s=1)["state"] == "stopped"
-
-
-def test_stop_lets_a_job_end_in_order_within_the_grace_time(container: FakeContainer, tmp_path: Path) -> None:
-    code = (
-        "import signal, sys, time\n"
-        "def end(*_):\n    time.sleep(0.3); print('saved', flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end)\nopen(sys.argv[1], 'w').write('ready')\ntime.sleep(600)"
-    )
-    container.start("r1", code, str(tmp_path / "ready"))
-    wait_until_written(tmp_path / "ready")
-    began = time.monotonic()
-    stopped = container.result("stop", run_id="r1", grace_s=20)
-    assert time.monotonic() - began < 10
-    assert stopped["state"] == "stopped"
-    assert (container.root / "runs/r1/output.log").read_text() == "saved\n"
-
-
-def test_stop_goes_on_when_its_agent_is_killed(container: FakeContainer, tmp_path: Path) -> None:
-    container.start("r1", STUBBORN, str(tmp_path / "pids"))
-    pids = pids_in(tmp_path / "pids", 3)
-    process = container.open("stop", run_id="r1", grace_s=1)
-    for _ in until():
-        if container.state_file("r1")["state"] == "stopping":
-            break
-    time.sleep(0.1)
-    process.kill()
-    process.communicate()
-    container.wait_for_state("r1", "stopped")
-    assert not [pid for pid in pids if is_running(pid)]
-
-
-def test_stop_does_the_work_of_a_supervisor_that_is_gone(container: FakeContainer, tmp_path: Path) -> None:
-    container.start("r1", STUBBORN, str(tmp_path / "pids"))
-    pids = pids_in(tmp_path / "pids", 3)
-    os.kill(container.state_file("r1")["supervisor"]["pid"], signal.SIGKILL)
-    lost = container.wait_for_state("r1", "lost")
-    assert "`stop` ends them" in lost["hint"]
-    assert set(lost["left"]) <= set(pids)
-    assert len(lost["left"]) >= 2
-    busy = container.error("start", run_id="r2", spec=container.spec("pass"))
-    assert busy["kind"] == "busy"
-    assert container.result("stop", run_id="r1", grace_s=0.2)["state"] == "lost"
-    # One of them wiped its environment after its supervisor's death could no longer adopt it: all others are gone.
-    marked = [pid for pid in pids if is_running(pid)]
-    for pid in marked:
-        assert b"DFLASH_RUN_DIR" not in Path(f"/proc/{pid}/environ").read_bytes()
-        os.kill(pid, signal.SIGKILL)
-    assert len(marked) <= 1
-
-
-@pytest.mark.slow
-def test_stop_does_the_work_of_a_supervisor_that_hangs(container: FakeContainer, tmp_path: Path) -> None:
-    container.start("r1", SLEEP, str(tmp_path / "pids"))
-    (pid,) = pids_in(tmp_path / "pids", 1)
-    supervisor = container.state_file("r1")["supervisor"]["pid"]
-    os.kill(supervisor, signal.SIGSTOP)
-    stopped = container.result("stop", run_id="r1", grace_s=0)
-    assert stopped["state"] == "stopped"
-    assert not is_running(pid)
-    assert not is_running(supervisor)
-
-
-def test_what_a_job_leaves_behind_is_ended(container: FakeContainer, tmp_path: Path) -> None:
-    left = f"import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    {APPEND_PID[16:]}\n    time.sleep(600)"
-    container.start("r1", left, str(tmp_path / "pids"))
-    (pid,) = pids_in(tmp_path / "pids", 1)
-    assert container.wait_for_state("r1", "finished")
-    assert not is_running(pid)
-
-
-def test_a_recycled_pid_never_gets_a_signal(container: FakeContainer, tmp_path: Path) -> None:
-    container.start("r1", SLEEP, str(tmp_path / "pids"))
-    pids_in(tmp_path / "pids", 1)
-    container.result("stop", run_id="r1", grace_s=0)
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        state = container.state_file("r1")
-        identity = {**state["supervisor"], "pid": bystander.pid}
-        state |= {"state": "running", "ended_at": None, "supervisor": identity, "job": identity}
-        (container.root / "runs/r1/state.json").write_text(json.dumps(state))
-        assert container.result("stop", run_id="r1", grace_s=0)["state"] == "lost"
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
-def test_a_run_from_before_a_restart_of_the_container_alone_is_lost_and_the_restart_is_named(
-    container: FakeContainer,
-) -> None:
-    container.start("r1", "")
-    container.wait_for_state("r1", "finished")
-    path = container.root / "runs/r1/state.json"
-    # A container may have its host's boot id, but it has a process 1 of its own.
-    state = {**json.loads(path.read_text()), "state": "running", "init_start_time": -1}
-    path.write_text(json.dumps(state))
-    assert container.state("r1")["reason"] == "the container was restarted while it ran"
-
-
-def test_a_run_of_an_earlier_boot_is_lost(container: FakeContainer) -> None:
-    container.start("r1", "")
-    container.wait_for_state("r1", "finished")
-    state = container.state_file("r1")
-    old = {"pid": os.getpid(), "start_time": 1, "boot_id": "another"}
-    state |= {"state": "running", "boot_id": "another", "supervisor": old, "job": old}
-    (container.root / "runs/r1/state.json").write_text(json.dumps(state))
-    lost = container.state("r1")
-    assert lost["state"] == "lost"
-    assert "restarted" in lost["reason"]
-    assert lost["left"] == []
-    assert "stop" not in lost["hint"]
-
-
 def test_secrets_are_in_one_private_file_and_nowhere_else(container: FakeContainer, tmp_path: Path) -> None:
     code = (
         "import os, sys, time\n"
@@ -417,62 +258,3 @@ def test_a_spec_that_cannot_run_is_refused_before_anything_is_made(
     error = container.error("start", run_id="r1", spec={**container.spec(""), **changes})
     assert error["kind"] == kind
     assert not (container.root / "runs/r1").exists()
-
-
-def test_the_last_metrics_are_the_newest_of_each_kind_in_whole_lines(container: FakeContainer) -> None:
-    lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "accepted_length": 3.0, "loss": null}', '{"st']
-    container.start("r1", f"open('metrics.jsonl', 'w').write({chr(10).join(lines)!r})")
-    newest = container.wait_for_state("r1", "finished")["last_metrics"]
-    assert newest == {"step": 2, "loss": 2.5, "accepted_length": 3.0}
-
-
-def test_the_last_held_out_length_is_told_however_many_steps_ago_it_was_measured(
-    container: FakeContainer,
-) -> None:
-    program = (
-        "file = open('metrics.jsonl', 'w')\n"
-        'file.write(\'{"step": 0, "accepted_length": 1.5}\\n{"step": 1, "accepted_length": null}\\n\')\n'
-        'for n in range(4000): file.write(\'{"step": %d, "simulated_accepted_length": 9}\\n\' % n)\n'
-    )
-    container.start("r1", program)
-    newest = container.wait_for_state("r1", "finished")["last_metrics"]
-    assert (newest["step"], newest["accepted_length"]) == (3999, 1.5)
-
-
-def test_a_run_tells_its_recipe_and_the_steps_of_its_whole_checkpoints(container: FakeContainer) -> None:
-    container.start("r1", "pass", recipe={"name": "mine", "train": {"steps": 300}}, resume_from="../r0")
-    checkpoints = container.root / "runs/r1/checkpoints"
-    for name in ("step-000100", "step-000300", "step-1000000", ".step-000400.half"):
-        (checkpoints / name).mkdir()
-        (checkpoints / name / "manifest.json").touch()
-    (checkpoints / "step-000200").mkdir()
-    run = container.wait_for_state("r1", "finished")
-    assert (run["recipe"], run["steps"], run["resumed"]) == ("mine", 300, "r0")
-    assert run["checkpoints"] == [100, 300, 1_000_000]
-
-
-def test_stop_asks_the_job_and_leaves_its_children_to_it(container: FakeContainer) -> None:
-    """torchrun ends its ranks in order; a TERM to everything at once shoots the compiler that a rank waits for."""
-    child = (
-        "import signal, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('child was shot', flush=True))\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.read()\n"
-        "print('child ended in order', flush=True)\n"
-    )
-    leader = (
-        "import signal, subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)\n"
-        "def end(*_):\n"
-        "    time.sleep(.3); child.stdin.close(); child.wait(); sys.exit(143)\n"
-        "signal.signal(signal.SIGTERM, end)\n"
-        "time.sleep(60)\n"
-    )
-    container.start("r1", leader)
-    log = container.root / "runs/r1/output.log"
-    deadline = time.monotonic() + 20
-    while b"ready" not in log.read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert container.result("stop", run_id="r1", grace_s=20)["state"] == "stopped"
-    assert log.read_text().splitlines() == ["ready", "child ended in order"]
