@@ -92,7 +92,16 @@ def test_stop_does_the_work_of_a_supervisor_that_hangs(container: FakeContainer,
 
 
 def test_what_a_job_leaves_behind_is_ended(container: FakeContainer, tmp_path: Path) -> None:
-    left = f"import os, sys, time\nif os.fork() == 0:\n    os.setsid()\n    {APPEND_PID[16:]}\n    time.sleep(600)"
+    # A job that was over before its child had told its pid would have nothing left to find.
+    left = f"""
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    {APPEND_PID.removeprefix("import os, sys; ")}
+    time.sleep(600)
+while not (os.path.exists(sys.argv[1]) and os.path.getsize(sys.argv[1])):
+    time.sleep(0.01)
+"""
     container.start("r1", left, str(tmp_path / "pids"))
     (pid,) = pids_in(tmp_path / "pids", 1)
     assert container.wait_for_state("r1", "finished")
