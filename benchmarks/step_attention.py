@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.step_attention --shape large`` times forward and backward of one layer's attention for each
 set of options, on random queries, keys and values. Forward and backward options are independent, so one run of each
-pair measures both.
+pair measures both. With ``--flash`` FlashAttention's kernels run instead (torch's ``BACKEND: FLASH``; needs
+flash-attn-4), beside torch's choice.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ BACKWARD: list[dict[str, Any]] = [
 ]
 
 
-def measure(inputs: Any, options: Any, expected: Tensor | None) -> dict[str, Any]:
-    """Milliseconds of forward and backward of ``inputs`` (query, key, value, mask), and how far from ``expected``."""
+def measure(inputs: Any, options: Any, grad: Tensor) -> dict[str, Any]:
+    """Milliseconds of forward and backward of ``inputs`` (query, key, value, mask), and what came ``out`` of both."""
     query, key, value, mask = inputs
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False  # the backward pass is run again and again
@@ -70,7 +71,6 @@ def measure(inputs: Any, options: Any, expected: Tensor | None) -> dict[str, Any
         return compiled(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
 
     out = forward()
-    grad = torch.randn_like(out)
 
     def backward() -> None:
         torch.autograd.grad(out, (query, key, value), grad, retain_graph=True)
@@ -78,10 +78,15 @@ def measure(inputs: Any, options: Any, expected: Tensor | None) -> dict[str, Any
     return {
         "forward_ms": do_bench(forward, warmup=50, rep=150, return_mode="median"),
         "backward_ms": do_bench(backward, warmup=50, rep=150, return_mode="median"),
-        "difference": 0.0
-        if expected is None
-        else float((out - expected).float().norm() / expected.float().norm()),
-        "out": out.detach(),
+        "out": (out.detach(), *torch.autograd.grad(out, (query, key, value), grad, retain_graph=True)),
+    }
+
+
+def differences(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> dict[str, float]:
+    """Relative distances of the output and of the gradients of query, key and value."""
+    return {
+        name: float((one.float() - other.float()).norm() / other.float().norm())
+        for name, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True)
     }
 
 
@@ -91,6 +96,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="large")
     parser.add_argument("--first", type=int, default=0, help="skip this many sets of options")
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument(
+        "--flash", action="store_true", help="torch's choice, then FlashAttention's kernels alone"
+    )
     chosen = parser.parse_args()
     shape, device = SHAPES[chosen.shape], torch.device("cuda")
     config = shape.drafter
@@ -110,18 +118,25 @@ def main() -> None:
         *(heads(config.num_key_value_heads, shape.context + slots) for _ in range(2)),
         mask,
     )
+    grad = torch.randn(inputs[0].shape, device=device, dtype=shape.dtype, generator=generator)
     expected = None
     pairs = list(zip_longest(FORWARD, BACKWARD, fillvalue=FORWARD[0]))
-    for forward, backward in pairs[chosen.first : chosen.first + chosen.count]:
-        options = {f"fwd_{name}": value for name, value in forward.items()}
-        options |= {f"bwd_{name}": value for name, value in backward.items()}
+    candidates: list[dict[str, Any]] = [
+        {f"fwd_{name}": value for name, value in forward.items()}
+        | {f"bwd_{name}": value for name, value in backward.items()}
+        for forward, backward in pairs[chosen.first : chosen.first + chosen.count]
+    ]
+    if chosen.flash:
+        candidates = [{}, {"BACKEND": "FLASH"}]
+    for options in candidates:
         try:
-            result = measure(inputs, options, expected)
+            result = measure(inputs, options, grad)
         except Exception as error:  # noqa: BLE001 - options without a kernel are a result too
             print(json.dumps({**options, "error": str(error).strip()[:200]}), flush=True)  # noqa: T201
             continue
         out = result.pop("out")
         expected = out if expected is None else expected
+        result["differences"] = differences(out, expected)
         print(json.dumps({**options, **result}), flush=True)  # noqa: T201
 
 
