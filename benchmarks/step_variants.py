@@ -20,12 +20,8 @@ from payload.drafter.row_slope import RowSlope, narrowed, reference_row_slope
 from payload.trainer import program
 
 
-def _separate(x: Tensor, *maps: model.Linear) -> tuple[Tensor, ...]:
-    return tuple(products.linear(x, one.weight) for one in maps)
-
-
 def _gate_and_up_at_once(mlp: model.MLP, x: Tensor) -> Tensor:
-    both = products.linear(x, mlp.gate_proj.weight, mlp.up_proj.weight)
+    both = products.linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
     gate, up = both.chunk(2, dim=-1)
     return mlp.product(F.silu(gate) * up, mlp.down_proj.weight)
 
@@ -72,10 +68,6 @@ def _patch(owner: Any, name: str, value: Any) -> Callable[[], Any]:
 
 
 LEVERS: dict[str, tuple[str, tuple[Callable[[], Any], ...]]] = {
-    "joined": (
-        "one product for q, k and v, and for the context's k and v",
-        (_patch(model, "joined", _separate),),
-    ),
     "two-gates": (
         "gate and up are two products, so that no kernel writes their gradients as halves of one matrix",
         (_patch(model.MLP, "trained", _gate_and_up_at_once),),

@@ -5,8 +5,8 @@ The context is the target's features, projected once (``fc``, ``hidden_norm``) a
 its own key and value projections. The block is the embedding of an anchor token followed by K - 1 mask
 tokens. Token embeddings and the output head belong to the target and are no part of this module.
 
-`DFlashDrafter.forward` is what training runs. It computes only what the loss depends on, and what reads the
-same input in one matrix product: `reference_hidden` is the same function written down plainly.
+`DFlashDrafter.forward` is what training runs. It computes only what the loss depends on: `reference_hidden` is the
+same function written down plainly.
 
 Parameters may be of another dtype than the computation (fp32 masters under bf16): each is cast where it is
 used, to the dtype of the activations. Names of parameters are z-lab's (58 of them for 5 layers). Source of
@@ -60,11 +60,6 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def joined(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
-    """The output of each of several maps of ``x``, in one matrix product."""
-    return linear(x, *(one.weight for one in maps)).split([one.out_features for one in maps], dim=-1)
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32, returned in the input's dtype."""
 
@@ -95,7 +90,7 @@ class MLP(nn.Module):
     def trained(self, x: Tensor) -> Tensor:
         """`forward` in the products that training chose.
 
-        Gate and up are two: their gradients as halves of one matrix cost more than the shared product saves.
+        Gate and up are two: their gradients as halves of one matrix cost more than a shared product saves.
         """
         gate, up = self.product(x, self.gate_proj.weight), self.product(x, self.up_proj.weight)
         return self.product(F.silu(gate) * up, self.down_proj.weight)
@@ -175,13 +170,14 @@ class Layer(nn.Module):
         maps = (attention.q_proj, attention.k_proj, attention.v_proj)
         if isinstance(hidden, BlockEmbeddings):
             embeddings, rows = hidden, hidden.rows()
-            projected = joined(self.input_layernorm(rows), *maps)
-            query, key, value = (embeddings.spread(each, block_size) for each in projected)
+            normed = self.input_layernorm(rows)
+            query, key, value = (embeddings.spread(linear(normed, one.weight), block_size) for one in maps)
             own = embeddings.spread(rows, block_size)
         else:
-            query, key, value = joined(self.input_layernorm(hidden), *maps)
+            normed = self.input_layernorm(hidden)
+            query, key, value = (linear(normed, one.weight) for one in maps)
             own = hidden
-        context_key, context_value = joined(context, attention.k_proj, attention.v_proj)
+        context_key, context_value = (linear(context, one.weight) for one in maps[1:])
         found = attention.seen(
             query,
             torch.cat([context_key, key], dim=1),

@@ -18,9 +18,9 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """``x[..., K]`` and ``weight[N, K]`` to ``x @ weight.T``: `linear`, or a form of it."""
 
 
-def linear(x: Tensor, *weights: Tensor) -> Tensor:
-    """``x[..., K]`` times each of ``weights[Ni, K]`` transposed, side by side in one product: [..., sum of Ni]."""
-    out: Tensor = _Linear.apply(x.flatten(0, -2), *weights)
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x[..., K]`` times ``weight[N, K]`` transposed: [..., N]."""
+    out: Tensor = _Linear.apply(x.flatten(0, -2), weight)
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -33,15 +33,15 @@ def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        joined = torch.cat([weight.to(x.dtype) for weight in weights])
-        ctx.save_for_backward(x, joined)
-        ctx.sizes, ctx.dtype = [len(weight) for weight in weights], weights[0].dtype
-        return F.linear(x, joined)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        narrow = weight.to(x.dtype)
+        ctx.save_for_backward(x, narrow)
+        ctx.dtype = weight.dtype
+        return F.linear(x, narrow)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, joined = ctx.saved_tensors
-        into_x = grad @ joined if ctx.needs_input_grad[0] else None
-        return into_x, *weight_gradient(grad, x, ctx.dtype).split(ctx.sizes)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        x, narrow = ctx.saved_tensors
+        into_x = grad @ narrow if ctx.needs_input_grad[0] else None
+        return into_x, weight_gradient(grad, x, ctx.dtype)

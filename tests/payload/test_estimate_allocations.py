@@ -51,11 +51,8 @@ def kept_by_the_forward_pass(
 
     def _is_of_rows(value: torch.Tensor) -> bool:
         weights = {tuple(weight.shape) for weight in drafter.parameters()}
-        joined = value.dim() == 2 and value.shape[1] == config.hidden_size and value.shape[0] in joint_rows
-        return value.dtype == torch.bfloat16 and tuple(value.shape) not in weights and not joined
+        return value.dtype == torch.bfloat16 and tuple(value.shape) not in weights
 
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    joint_rows = {queries + 2 * keys, 2 * keys}
     drafter = DFlashDrafter(config)
     backend = aot_autograd(
         fw_compiler=forward,
