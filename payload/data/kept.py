@@ -1,7 +1,6 @@
 """The packed training set, kept under a name made of all that it depends on: a run on the same rows encodes nothing.
 
-Encoding reads each row several times through a chat template and a tokenizer, which takes hours for the rows of a large
-run; to read and hash them takes minutes.
+Encoding takes all cores for minutes, or one for hours, where to read and hash the rows takes a fraction of that.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from payload.agent.durable import leftovers, read_json, remove
-from payload.data import packing, prepared, tokens
+from payload.data import encoding, packing, prepared, tokens
 from payload.data.prepared import Preparation, prepare, read_preparation
 from payload.data.rows import Row
 from payload.data.sealed import MANIFEST, open_sealed, sealed_folder
@@ -83,7 +82,7 @@ def _encoder_digest(tokenizer: Any) -> str:
         except NotImplementedError:
             # One that cannot be written down is not known again.
             digest.update(secrets.token_bytes(16))
-        code = [Path(module.__file__ or "") for module in (tokens, packing, prepared)]
+        code = [Path(module.__file__ or "") for module in (tokens, encoding, packing, prepared)]
         for path in (*sorted(Path(folder).rglob("*")), *code):
             if path.is_file():
                 digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

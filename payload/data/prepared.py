@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from payload.data.batch import Batch, empty_batch, positions_of
+from payload.data.encoding import Document, encode_rows
 from payload.data.packing import pack
 from payload.data.rows import Row
-from payload.data.tokens import Example, RowSkippedError, encode_row, verify_template
 from payload.errors import PayloadError
 
 
@@ -53,20 +52,15 @@ def prepare(
 
     Raises ``PayloadError`` when no row is usable, with the reasons, or when the chat template cannot be trusted.
     """
-    documents: list[_Document] = []
+    documents: list[Document] = []
     skipped: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     rows_read = 0
-    template_checked = False
-    for row in rows:
-        rows_read += 1
-        if row.content is not None and "messages" in row.content and not template_checked:
-            verify_template(tokenizer)
-            template_checked = True
-        try:
-            documents.append(_compact(encode_row(row, tokenizer, row_length, min_loss_tokens, notes)))
-        except RowSkippedError as error:
-            skipped[str(error)] += 1
+    for encoded in encode_rows(rows, tokenizer, row_length, min_loss_tokens):
+        rows_read += encoded.rows
+        documents += encoded.documents
+        skipped += encoded.skipped
+        notes += encoded.notes
     if not documents:
         reasons = "; ".join(f"{count} rows: {reason}" for reason, count in sorted(skipped.items()))
         raise PayloadError(
@@ -97,18 +91,7 @@ def read_preparation(path: Path) -> Preparation:
         return Preparation(**json.loads(file.metadata()["preparation"]))
 
 
-class _Document(NamedTuple):
-    """An `Example` in 5 bytes a token: as lists, those of a large set take more memory than a machine has."""
-
-    input_ids: array[int]
-    loss_mask: bytearray
-
-
-def _compact(example: Example) -> _Document:
-    return _Document(array("i", example.input_ids), bytearray(example.loss_mask))
-
-
-def _fill(documents: list[_Document], packed: list[list[int]], row_length: int) -> dict[str, torch.Tensor]:
+def _fill(documents: list[Document], packed: list[list[int]], row_length: int) -> dict[str, torch.Tensor]:
     shape = (len(packed), row_length)
     input_ids = torch.zeros(shape, dtype=torch.int32)
     loss_mask = torch.zeros(shape, dtype=torch.bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from payload.trainer.answering import generation_settings
 from payload.trainer.initial import find_initial
 from payload.trainer.program import TargetProgram, compiles_target, drafter_config_for
 from payload.trainer.ranks import StopSignal, say
+
+_TELL_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,17 @@ def _answers_file(recipe: Recipe, spec: TargetSpec, weights_sha256: str, root: P
 
 
 def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
-    """The rows. Raises ``PayloadError`` in between once the job is told to stop: encoding all of them can take long."""
-    for row in rows:
+    """The rows, with a line now and then of how many they were: to read or encode all of them can take long.
+
+    Raises ``ToldToStopError`` in between once the job is told to stop.
+    """
+    told = time.monotonic()
+    for number, row in enumerate(rows):
         if stop.received:
             raise ToldToStopError("Told to stop while the data were being prepared.")
+        if time.monotonic() - told >= _TELL_EVERY_S:
+            say(f"data: {number:,} rows so far")
+            told = time.monotonic()
         yield row
 
 

@@ -134,6 +134,15 @@ def test_a_stop_is_noticed_between_the_rows_of_the_training_set() -> None:
         next(rows)
 
 
+def test_how_many_rows_were_read_is_told_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("payload.trainer.preparation._TELL_EVERY_S", 0.0)
+    rows = [Row({}, f"row {number}") for number in range(3)]
+    assert list(until_stopped(rows, StopSignal(dist.HashStore()))) == rows
+    assert capsys.readouterr().out.splitlines() == [f"data: {number} rows so far" for number in range(3)]
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_schedules_warm_up_reach_the_peak_and_end_as_they_should(schedule: str) -> None:
     optim = OptimSpec(lr=1.0, schedule=schedule, warmup=0.1, decay=0.2, min_lr_ratio=0.1)  # type: ignore[arg-type]
