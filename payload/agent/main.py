@@ -38,6 +38,7 @@ VERBS = {
     "script": Verb("payload.agent.script"),
     "prune": Verb("payload.agent.prune", outlives_caller=True),
     "remove_runs": Verb("payload.agent.remove_runs", outlives_caller=True),
+    "remove_data": Verb("payload.agent.remove_data", outlives_caller=True),
 }
 
 

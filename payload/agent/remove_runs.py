@@ -116,13 +116,16 @@ def _described(layout: Layout, run_id: str) -> Json:
     return {
         "run_id": run_id,
         "state": state.load(layout.run(run_id)).state,
-        "bytes": _tree_bytes(layout.run(run_id)),
+        "bytes": tree_bytes(layout.run(run_id)),
     }
 
 
-def _tree_bytes(folder: Path) -> int:
+def tree_bytes(path: Path) -> int:
+    """The size of a file, or of all files below a folder."""
+    if path.is_file():
+        return path.lstat().st_size
     sizes: List[int] = []
-    for parent, _, names in os.walk(folder):
+    for parent, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(OSError):
                 sizes.append((Path(parent) / name).lstat().st_size)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from payload.agent.run_data import note_run_data
 from payload.compile.fingerprint import cpu_threads
 from payload.compile.first_step import require_warm
 from payload.compile.imports import import_compiler
@@ -159,6 +160,7 @@ def _train(
     if lead_target:
         begins = spec.get("resume_from") is None and not checkpoint_folders(run_dir / "checkpoints")
         opened, target = open_target(recipe, root, ranks.device, stop, begins)
+        note_run_data(run_dir, complete=False, answers=opened.answers)
     opened = ranks.hand_out("target", opened, roles.lead_target, stop)
     if is_target and target is None:
         target = Target.load(opened.target, ranks.device, compiles_target(recipe, ranks.device))
@@ -167,6 +169,8 @@ def _train(
         answer_prompts(recipe, opened.answers, target, tokenizer, ranks, roles, stop)
     if lead_target and target is not None:
         prepared = prepare_run(recipe, opened, target, root, stop)
+        used = {"answers": opened.answers, "packed": prepared.packed.parent, "features": prepared.features}
+        note_run_data(run_dir, complete=True, **used)
     prepared = ranks.hand_out("prepared", prepared, roles.lead_target, stop)
     head, embedding = _share_weights(prepared, target, ranks, roles)
 

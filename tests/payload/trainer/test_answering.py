@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from payload.agent.run_data import read_run_data
 from payload.recipe import Recipe
 from tests.payload.trainer.jobs import Job, run, started, tiny_recipe
 from tests.payload.trainer.test_launch import launched, output, ranks_of
@@ -65,6 +66,24 @@ def test_two_targets_answer_what_one_would_and_neither_twice(
     assert packed_of(job.run_dir) == packed_of(alone[temperature].run_dir)
     assert job.losses() == pytest.approx(alone[temperature].losses(), rel=1e-5)
     assert "regenerate: 64 answered, 0 kept from before" in job.output()
+
+
+def test_a_run_notes_which_data_it_uses_the_answers_before_they_are_all_there(
+    tiny_target_folder: Path, alone: dict[float, Job], tmp_path: Path
+) -> None:
+    run_dir = alone[0.0].run_dir
+    root = run_dir.parent.parent
+    noted = read_run_data(run_dir)
+    assert noted.complete
+    assert noted.names.keys() == {"answers", "packed"}
+    assert answers_of(run_dir) == [root / "answers" / f"{noted.names['answers']}.jsonl"]
+    assert (root / "packed" / noted.names["packed"] / "packed.safetensors").is_file()
+    recipe = answering(tiny_target_folder, [0], data__regenerate_temperature=1.0)
+    with started(tmp_path / "runs" / "a", recipe) as job:
+        await_answers(job.run_dir, 1)
+        answering_run = read_run_data(job.run_dir)
+    assert (answering_run.complete, answering_run.names.keys()) == (False, {"answers"})
+    assert answers_of(job.run_dir)[0].stem == answering_run.names["answers"]
 
 
 def await_answers(run_dir: Path, number: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from payload.agent.run_data import read_run_data
 from payload.drafter.checkpoint import load_drafter
 from payload.trainer.checkpoint import newest_checkpoint
 from tests.payload.trainer.jobs import Job, rank_of_a_job, run, started, tiny_recipe
@@ -306,6 +307,8 @@ def test_features_from_disk_teach_what_live_features_teach(
     assert from_disk.wait() == [0], from_disk.output()
     assert "features: 0.0 GB" in from_disk.output()
     assert list(from_disk.losses().values()) == pytest.approx(list(live.losses().values()), rel=1e-5)
+    features = from_disk.run_dir / "features" / read_run_data(from_disk.run_dir).names["features"]
+    assert (features / "manifest.json").is_file()
 
 
 def test_answers_are_generated_once_and_used_by_the_next_run(

@@ -1,0 +1,98 @@
+"""Verb ``remove_data``: answers, training sets and features that no run can still need, when somebody asks for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Dict, Iterator, List, NamedTuple, Tuple
+
+from payload.agent import durable, state
+from payload.agent.layout import Layout
+from payload.agent.locks import hold
+from payload.agent.protocol import Events, Json, Request
+from payload.agent.remove_runs import tree_bytes
+from payload.agent.run_data import KINDS, read_run_data
+from payload.agent.usage import unused
+from payload.errors import PayloadError
+
+
+class _Item(NamedTuple):
+    """One training set, or the features or answers of one: ``kind`` is the folder it lies in."""
+
+    kind: str
+    name: str
+    paths: List[Path]
+
+
+def remove_data(request: Request, events: Events) -> Json:
+    """Verb: remove what lies in the folders ``kinds`` (of :data:`payload.agent.run_data.KINDS`); without ``apply``
+    only tell what it is.
+
+    What a run uses that is not finished stays: it goes on, or another may go on from it. The result: ``{"data":
+    [{"kind", "name", "bytes", "runs": [run id that used it]}], "kept": {"kind/name": why}, "applied"}``.
+
+    Raises PayloadError of kind ``busy`` while a run is being started or is preparing its data, and ``usage`` for an
+    unknown kind.
+    """
+    layout = Layout.at(request.root)
+    kinds = request.get("kinds", list) or []
+    if not kinds or not all(kind in KINDS for kind in kinds):
+        raise PayloadError(f"the request's kinds are not of {', '.join(KINDS)}: {kinds}", kind="usage")
+    apply = bool(request.get("apply", bool))
+    with hold(layout, "jobs", "remove_data", request.get("holder", str) or ""):
+        runs_of, kept = _runs_by_data(layout), {}
+        data: List[Json] = []
+        for kind in kinds:
+            for item in _items(layout.root / kind, kind):
+                runs = runs_of.get((kind, item.name), {})
+                needed = [why for why in runs.values() if why]
+                if needed:
+                    kept[f"{kind}/{item.name}"] = needed[0]
+                    continue
+                size = sum(map(tree_bytes, item.paths))
+                if not apply or _removed(item, events):
+                    data.append({"kind": kind, "name": item.name, "bytes": size, "runs": list(runs)})
+    return {"data": data, "kept": kept, "applied": apply}
+
+
+def _runs_by_data(layout: Layout) -> Dict[Tuple[str, str], Dict[str, str]]:
+    """For each (kind, name) the runs that use it, and why each still needs it: empty for one that is finished."""
+    runs_of: Dict[Tuple[str, str], Dict[str, str]] = {}
+    for run_id in state.run_ids(layout):
+        now, data = state.current(layout, run_id).state, read_run_data(layout.run(run_id))
+        if now in state.ACTIVE and not data.complete:
+            raise PayloadError(
+                f"run {run_id} is preparing its data",
+                "Wait until it makes steps, or stop it.",
+                kind="busy",
+            )
+        if now in state.ACTIVE:
+            why = f"run {run_id} is {now}"
+        else:
+            why = "" if now == "finished" else f"run {run_id} ({now}) can be resumed"
+        for named in data.names.items():
+            runs_of.setdefault(named, {})[run_id] = why
+    return runs_of
+
+
+def _items(folder: Path, kind: str) -> Iterator[_Item]:
+    """What lies in a folder, by name; what an interrupted job left half made goes with it."""
+    by_name: Dict[str, List[Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        # Of answers, each rank that gave them has a file; a partial folder is named .<name>.<random>.
+        by_name.setdefault(path.name.lstrip(".").partition(".")[0], []).append(path)
+    return (_Item(kind, name, paths) for name, paths in by_name.items())
+
+
+def _removed(item: _Item, events: Events) -> bool:
+    for path in item.paths:
+        with unused(path) as free:
+            if not free:
+                events.note(f"{item.kind}/{item.name} is in use: it stays")
+                return False
+            events.progress(f"removing {item.kind}/{path.name}")
+            going = path.with_name(f".{item.name}.{os.urandom(4).hex()}")
+            path.rename(going)
+            durable.sync_folder(path.parent)
+            durable.remove(going)
+    return True
