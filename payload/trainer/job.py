@@ -39,6 +39,7 @@ from payload.trainer.failure import EXIT_FAILED, EXIT_STOPPED, EarlyEnd, Failure
 from payload.trainer.heldout import HeldOut, held_out_prompts
 from payload.trainer.initial import initial_weights
 from payload.trainer.metrics import MetricsLog
+from payload.trainer.offline_features import store_features
 from payload.trainer.preparation import Prepared, open_target, prepare_run
 from payload.trainer.program import DrafterProgram, TargetProgram, compiles_target, supply_shape
 from payload.trainer.ranks import Pace, Ranks, StopSignal, join, leave, say, subgroup
@@ -172,6 +173,10 @@ def _train(
         used = {"answers": opened.answers, "packed": prepared.packed.parent, "features": prepared.features}
         note_run_data(run_dir, complete=True, **used)
     prepared = ranks.hand_out("prepared", prepared, roles.lead_target, stop)
+    if prepared.features is not None:
+        if target is not None:
+            store_features(prepared, *_target_program(recipe, prepared, target), ranks, roles, stop)
+        ranks.hand_out("features", True, roles.lead_target, stop)
     head, embedding = _share_weights(prepared, target, ranks, roles)
 
     identity = f"{recipe.digest()}-{prepared.data_sha256[:16]}-{prepared.weights_sha256[:16]}"
@@ -223,10 +228,14 @@ def _target_side(run: Run, prepared: Prepared, target: Target | None) -> TargetS
         if run.evaluates
         else HeldOut((), frozenset())
     )
-    program = TargetProgram(target, run.config.target_layer_ids, run.recipe.loss.kind == "kl")
-    rows = PackedRows(prepared.packed, run.recipe.train.batch_size, run.recipe.train.seed)
+    program, rows = _target_program(run.recipe, prepared, target)
     cache = FeatureCache(prepared.features) if prepared.features is not None else None
     return TargetSide(run, program, rows, held_out, cache)
+
+
+def _target_program(recipe: Recipe, prepared: Prepared, target: Target) -> tuple[TargetProgram, PackedRows]:
+    program = TargetProgram(target, prepared.config.target_layer_ids, recipe.loss.kind == "kl")
+    return program, PackedRows(prepared.packed, recipe.train.batch_size, recipe.train.seed)
 
 
 def _drafter_program(

@@ -1,4 +1,4 @@
-"""What the lead target brings about before the first step: the target itself, the packed training set, features."""
+"""What the lead target brings about before the first step: the target itself and the packed training set."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from payload.agent.checksum import file_sha256
 from payload.agent.layout import Layout
 from payload.data.answers import read_answers
-from payload.data.feature_cache import FeatureShape, RowFeatures, write_feature_cache
-from payload.data.kept import ensure_prepared
+from payload.data.feature_cache import FORMAT, FeatureShape, shape_of
+from payload.data.kept import Kept, ensure_prepared
 from payload.data.prepared import PackedRows, Preparation
 from payload.data.regenerate import prompt_keys
 from payload.data.rows import Row, read_rows
-from payload.data.sealed import MANIFEST
 from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
 from payload.drafter.config import DrafterConfig
@@ -61,7 +59,7 @@ class Prepared:
     dtype: torch.dtype
     tied: bool
     features: Path | None
-    """The offline feature cache, when the recipe asks for one."""
+    """Where the offline feature cache is or is to be, when the recipe asks for one."""
 
 
 def open_target(
@@ -85,7 +83,7 @@ def open_target(
 
 
 def prepare_run(recipe: Recipe, opened: Opened, target: Target, root: Path, stop: StopSignal) -> Prepared:
-    """Bring about the training set and its features, on the lead target, once all answers are there."""
+    """Bring about the training set, on the lead target, once all answers are there."""
     data, config = recipe.data, opened.config
 
     def rows() -> Iterator[Row]:
@@ -103,7 +101,7 @@ def prepare_run(recipe: Recipe, opened: Opened, target: Target, root: Path, stop
     program = TargetProgram(target, config.target_layer_ids, recipe.loss.kind == "kl")
     features = None
     if data.features == "offline":
-        features = ensure_features(recipe, program, kept.path, root, stop)
+        features = _features_folder(recipe, program, kept, opened.weights_sha256, root)
     return Prepared(
         target=opened.target,
         packed=kept.path,
@@ -138,41 +136,26 @@ def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
         yield row
 
 
-def ensure_features(
-    recipe: Recipe, program: TargetProgram, packed: Path, root: Path, stop: StopSignal
-) -> Path:
-    """The folder of the training set's features, computed when it is not there.
-
-    Its name is a hash of the data, the target and the layers.
-    """
-    config, target = program.target.config, program.target
-    rows = PackedRows(packed, recipe.train.batch_size, recipe.train.seed)
-    shape = FeatureShape(
+def feature_shape(program: TargetProgram, rows: PackedRows) -> FeatureShape:
+    """What the features of the packed rows are."""
+    hidden_size = program.target.config.hidden_size
+    return shape_of(
         rows=rows.rows,
         length=rows.row_length,
-        features=len(program.layer_ids) * config.hidden_size,
-        teacher=config.hidden_size if program.with_teacher else 0,
-        dtype=str(target.dtype).removeprefix("torch."),
+        features=len(program.layer_ids) * hidden_size,
+        teacher=hidden_size if program.with_teacher else 0,
+        dtype=str(program.target.dtype).removeprefix("torch."),
     )
-    whose = [vars(recipe.target), weights_digest(target.model)]
-    key = [file_sha256(packed), *whose, list(program.layer_ids), vars(shape)]
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Layout(root).features / name
-    if (folder / MANIFEST).is_file():
-        say(f"features: using {folder}")
-        return folder
 
-    def all_rows() -> Iterator[RowFeatures]:
-        for start in range(0, rows.rows, rows.batch_size):
-            if stop.received:
-                raise ToldToStopError("Told to stop while features were being computed.")
-            numbers = list(range(start, min(start + rows.batch_size, rows.rows)))
-            supply = program.produce(rows.gather(numbers).to(target.device))
-            for slot in range(len(numbers)):
-                yield supply.features[slot], None if supply.teacher is None else supply.teacher[slot]
 
-    write_feature_cache(folder, shape, all_rows(), say)
-    return folder
+def _features_folder(
+    recipe: Recipe, program: TargetProgram, kept: Kept, weights_sha256: str, root: Path
+) -> Path:
+    """Its name is a hash of the data, the target and the layers."""
+    shape = feature_shape(program, PackedRows(kept.path, recipe.train.batch_size, recipe.train.seed))
+    whose = [vars(recipe.target), weights_sha256]
+    key = [FORMAT, kept.sha256, *whose, list(program.layer_ids), vars(shape)]
+    return Layout(root).features / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def weights_digest(model: nn.Module) -> str:
