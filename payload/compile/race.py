@@ -2,15 +2,18 @@
 
 ``python -m payload.compile.race [--guard on|off] [--device cpu|cuda] [--threads N] [--only SCENARIO] [--json]``
 
-Exit status 0 when every scenario ended as expected of this mode and build, 1 when one did not, 2 on bad usage. On
-stock torch (``--guard off``) some of them are expected to fail: that is the demonstration. Under the guard all pass.
+Exit status 0 when every scenario ended as expected of this mode and build, 1 when one did not, 2 on bad usage, 130 when
+it was interrupted. On stock torch (``--guard off``) some of them are expected to fail: that is the demonstration. Under
+the guard all pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from payload.agent.interruption import signals_noted
 from payload.compile.fx_flag import FlagHome, inspect_flag
 from payload.compile.watchdog import HUNG_EXIT_STATUS
 
@@ -27,6 +31,7 @@ Outcome = Literal["passed", "raised", "diverged", "hung", "died"]
 DEADLINE_S = 300.0
 # The watchdog inside the process is first; a process that holds the GIL for good is killed this much later.
 KILL_AFTER_S = 15.0
+_POLL_S = 0.1
 
 WHAT = {
     "traced-call": "a compiled function is called while another thread is inside a trace",
@@ -106,8 +111,11 @@ def expected_outcomes(scenario: str, guard: bool, device: str, home: FlagHome) -
 def run_scenario(
     scenario: str, guard: bool, device: str, threads: int, deadline_s: float, expected: tuple[Outcome, ...]
 ) -> Finding:
-    """Run one scenario in its own process, with an empty compile cache, to its end or its deadline."""
-    with tempfile.TemporaryDirectory(prefix="race-") as folder:
+    """Run one scenario in its own process, with an empty compile cache, to its end or its deadline.
+
+    A signal to end takes effect when nothing of the scenario is left, neither a process nor a file.
+    """
+    with signals_noted() as signals, tempfile.TemporaryDirectory(prefix="race-") as folder:
         command = [sys.executable, "-m", "payload.compile.race_scenarios", scenario, "on" if guard else "off"]
         command += [device, str(threads), str(deadline_s), folder]
         environment = {
@@ -118,13 +126,14 @@ def run_scenario(
         began = time.monotonic()
         with Path(folder, "stderr").open("wb") as stderr:
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
             )
-            try:
-                status = process.wait(deadline_s + KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = process.wait()
+            status = _wait(process, began + deadline_s + KILL_AFTER_S, signals)
         seconds = time.monotonic() - began
         hung, outcome = Path(folder, "hung.json"), Path(folder, "outcome.json")
         if outcome.exists():
@@ -138,6 +147,19 @@ def run_scenario(
         lines = Path(folder, "stderr").read_text("utf-8", "replace").splitlines()
         detail = f"exit status {status}: {lines[-1] if lines else 'it said nothing'}"
         return Finding(scenario, "died", expected, detail, seconds)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float, signals: list[int]) -> int:
+    """Its exit status, when it has ended or was ended: at the deadline or by a signal, with all that it started."""
+    try:
+        while process.poll() is None and not signals and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+    finally:
+        # Compilers and compile workers are in its process group, and may outlive it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def _knot(states: tuple[dict[str, object], ...]) -> str:
@@ -208,12 +230,11 @@ def main(arguments: list[str]) -> int:
     if options.threads < 2 or options.deadline <= 0:
         parser.error("a race needs at least 2 threads and a deadline above 0")
 
-    import torch
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this torch sees no GPU")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    report = run_all(options.guard == "on", device, options.threads, options.deadline, options.only)
+    try:
+        report = _report(parser, options)
+    except KeyboardInterrupt:
+        _say("\ninterrupted. Nothing of the scenario that ran goes on.")
+        return 130
     if options.json:
         findings = [{**asdict(finding), "as_expected": finding.as_expected} for finding in report.findings]
         whole = {
@@ -226,6 +247,15 @@ def main(arguments: list[str]) -> int:
     else:
         sys.stdout.write(report.verdict + "\n")
     return 0 if report.as_expected else 1
+
+
+def _report(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Report:
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this torch sees no GPU")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return run_all(options.guard == "on", device, options.threads, options.deadline, options.only)
 
 
 if __name__ == "__main__":

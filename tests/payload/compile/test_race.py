@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,66 @@ def test_a_scenario_past_its_deadline_is_ended_and_reported(capfd):
     told = race.run_scenario("traced-call", False, "cpu", 2, 0.01 - race.KILL_AFTER_S, ("passed",))
     assert told.outcome == "hung"
     assert not told.as_expected
+
+
+STUBBORN = """#!/bin/sh
+trap '' HUP INT TERM
+sleep 60 &
+echo $$ $! >"$PIDS.part" && mv "$PIDS.part" "$PIDS"
+wait
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, -signal.SIGHUP)])
+def test_an_interruption_ends_the_scenario_and_what_it_started_and_is_said_in_a_line(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    stubborn, pids, temporary = tmp_path / "stubborn", tmp_path / "pids", tmp_path / "temporary"
+    stubborn.write_text(STUBBORN)
+    stubborn.chmod(0o755)
+    temporary.mkdir()
+    program = (
+        "import sys; from payload.compile import race; sys.executable = sys.argv[1]; "
+        "sys.exit(race.main(['--device', 'cpu', '--only', 'cold-threads']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(stubborn)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PIDS": str(pids), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    running: list[int] = []
+    try:
+        deadline = time.monotonic() + 60
+        while not pids.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        running = [int(pid) for pid in pids.read_text().split()]
+        process.send_signal(number)
+        shown, said = process.communicate(timeout=20)
+        while left := [pid for pid in running if _runs(pid)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        for pid in filter(_runs, running):
+            os.kill(pid, signal.SIGKILL)
+    assert (process.returncode, shown) == (status, ""), said
+    announced = f"  cold-threads: {WHAT['cold-threads']} ...\n"
+    line = "\ninterrupted. Nothing of the scenario that ran goes on.\n" if number == signal.SIGINT else ""
+    assert said == announced + line
+    assert not list(temporary.glob("race-*"))
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(
