@@ -5,6 +5,7 @@ Each row goes several times through a chat template and a tokenizer, and rows do
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from payload.errors import PayloadError
 ROWS_ALONE = 2048
 """Rows that are encoded before other processes are started, which costs seconds."""
 _CHUNK_ROWS = 64
+_Encode = Callable[..., "Encoded"]
 _MOST_PROCESSES = 32
 
 
@@ -65,24 +67,31 @@ def encode_rows(
     if pickled is None:
         yield encode(chain(following, trusted), tokenizer)
     else:
-        yield from _by_processes(chain(following, trusted), pickled, encode, count)
+        alone = partial(encode, tokenizer=tokenizer)
+        yield from _by_processes(chain(following, trusted), pickled, alone, encode, count)
 
 
 def _by_processes(
-    rows: Iterator[Row], tokenizer: bytes, encode: Callable[..., Encoded], count: int
+    rows: Iterator[Row], pickled: bytes, alone: Callable[[list[Row]], Encoded], encode: _Encode, count: int
 ) -> Iterator[Encoded]:
     # Not forked: this process has threads and, on a GPU machine, a CUDA context.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, context, _begin, (tokenizer, encode, os.getpid()))
+    pool = ProcessPoolExecutor(count, context, _begin, (pickled, encode, os.getpid()))
+    pending: deque[tuple[list[Row], Future[Encoded | None]]] = deque()
+
+    def oldest() -> Encoded:
+        chunk, future = pending.popleft()
+        return future.result() or alone(chunk)
+
     try:
-        pending: deque[Future[Encoded]] = deque()
         while chunk := list(islice(rows, _CHUNK_ROWS)):
-            pending.append(pool.submit(_encode_here, chunk))
+            pending.append((chunk, pool.submit(_encode_here, chunk)))
             if len(pending) > 2 * count:
-                yield pending.popleft().result()
+                yield oldest()
         while pending:
-            yield pending.popleft().result()
+            yield oldest()
     except BrokenProcessPool as error:
+        next(rows, None)  # tells of a stop, which may have been what ended it
         raise PayloadError(
             "A process that encodes the training data was ended from outside.",
             "It may have been out of memory: see dmesg on the host, and give the container more, or fewer cores.",
@@ -92,23 +101,25 @@ def _by_processes(
 
 
 _here: list[Callable[[list[Row]], Encoded]] = []
+"""In a process that encodes: how. Empty when it cannot read the tokenizer; an error as it begins would look like its
+violent end."""
 
 
-def _begin(tokenizer: bytes, encode: Callable[..., Encoded], parent: int) -> None:
-    # A stop is answered by the parent, which then ends its processes; where it cannot, they go with it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin(tokenizer: bytes, encode: _Encode, parent: int) -> None:
+    # A stop of the whole group is the parent's to answer, which then ends its processes; killed, it takes them along.
+    os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    from transformers.dynamic_module_utils import init_hf_modules
+    with contextlib.suppress(Exception):
+        from transformers.dynamic_module_utils import init_hf_modules
 
-    init_hf_modules()  # a tokenizer with code of its own is found there
-    _here.append(partial(encode, tokenizer=pickle.loads(tokenizer)))
+        init_hf_modules()  # a tokenizer with code of its own is found there
+        _here.append(partial(encode, tokenizer=pickle.loads(tokenizer)))
 
 
-def _encode_here(rows: list[Row]) -> Encoded:
-    return _here[0](rows)
+def _encode_here(rows: list[Row]) -> Encoded | None:
+    return _here[0](rows) if _here else None
 
 
 def _encode(rows: Iterable[Row], tokenizer: Any, max_length: int, min_loss_tokens: int) -> Encoded:

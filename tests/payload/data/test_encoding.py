@@ -20,7 +20,7 @@ import pytest
 from payload.data import encoding
 from payload.data.encoding import ROWS_ALONE, Encoded, encode_rows
 from payload.data.rows import Row
-from payload.errors import PayloadError
+from payload.errors import PayloadError, ToldToStopError
 
 
 def some_rows(count: int, seed: int = 0) -> Iterator[Row]:
@@ -104,27 +104,59 @@ def test_few_rows_and_a_tokenizer_that_cannot_travel_start_no_process(
         del words.held
 
 
-def test_rows_that_end_in_an_error_and_a_process_that_is_killed_leave_no_process_behind(words: Any) -> None:
+def _fail() -> None:
+    raise RuntimeError
+
+
+class Unreadable:
+    """Can be pickled, and not read again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fail, ()
+
+
+def test_a_tokenizer_that_other_processes_cannot_read_is_used_by_this_one_alone(words: Any) -> None:
+    count = ROWS_ALONE + 200
+    expected = together(encode_rows(some_rows(count), words, 24, 2, processes=1))
+    words.held = Unreadable()
+    try:
+        found = together(encode_rows(some_rows(count), words, 24, 2, processes=2))
+    finally:
+        del words.held
+    assert found == expected
+
+
+def test_rows_that_end_in_an_error_leave_no_process_behind(words: Any) -> None:
     def stopped() -> Iterator[Row]:
         yield from some_rows(ROWS_ALONE + 200)
         raise KeyboardInterrupt
 
     before = children()
     with pytest.raises(KeyboardInterrupt):
-        together(encode_rows(stopped(), words, 24, 2, processes=1 + 1))
+        together(encode_rows(stopped(), words, 24, 2, processes=2))
     assert children() == before
 
-    def killing() -> Iterator[Row]:
-        yield from some_rows(ROWS_ALONE + 600)
-        for pid in children() - before:
-            os.kill(pid, signal.SIGTERM)
-        yield from some_rows(600)
-        for pid in children() - before:
-            os.kill(pid, signal.SIGKILL)
-        yield from some_rows(600)
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_when_one_process_is_killed_the_others_go_too_and_it_is_said_unless_the_rows_tell_of_a_stop(
+    words: Any, number: signal.Signals
+) -> None:
+    before = children()
+
+    def killing(*, told_to_stop: bool) -> Iterator[Row]:
+        yield from some_rows(ROWS_ALONE + 640)
+        os.kill(max(children() - before), number)
+        time.sleep(0.5)
+        yield from some_rows(64)
+        if told_to_stop:
+            raise ToldToStopError("Told to stop.")
+        yield from some_rows(640)
 
     with pytest.raises(PayloadError, match="ended from outside"):
-        together(encode_rows(killing(), words, 24, 2, processes=2))
+        together(encode_rows(killing(told_to_stop=False), words, 24, 2, processes=2))
+    assert children() == before
+    with pytest.raises(ToldToStopError):
+        together(encode_rows(killing(told_to_stop=True), words, 24, 2, processes=2))
     assert children() == before
 
 
