@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Tuple
 
 from payload.agent import durable, state
+from payload.agent.checkpoints import whole_checkpoints
 from payload.agent.layout import Layout
 from payload.agent.locks import hold
 from payload.agent.protocol import Events, Json, Request
@@ -31,8 +33,8 @@ def remove_data(request: Request, events: Events) -> Json:
     What a run uses that is not finished stays: it goes on, or another may go on from it. The result: ``{"data":
     [{"kind", "name", "bytes", "runs": [run id that used it]}], "kept": {"kind/name": why}, "applied"}``.
 
-    Raises PayloadError of kind ``busy`` while a run is being started or is preparing its data, and ``usage`` for an
-    unknown kind.
+    Raises PayloadError of kind ``busy`` while a run is being started or is preparing its data, ``refused`` when one
+    that can be resumed does not say what it uses, and ``usage`` for an unknown kind.
     """
     layout = Layout.at(request.root)
     kinds = request.get("kinds", list) or []
@@ -59,17 +61,25 @@ def _runs_by_data(layout: Layout) -> Dict[Tuple[str, str], Dict[str, str]]:
     """For each (kind, name) the runs that use it, and why each still needs it: empty for one that is finished."""
     runs_of: Dict[Tuple[str, str], Dict[str, str]] = {}
     for run_id in state.run_ids(layout):
-        now, data = state.current(layout, run_id).state, read_run_data(layout.run(run_id))
-        if now in state.ACTIVE and not data.complete:
+        run_dir = layout.run(run_id)
+        now, data = state.current(layout, run_id), read_run_data(run_dir)
+        goes_on = now.state in state.ACTIVE or bool(state.left_behind(layout, now))
+        if goes_on and (data is None or not data.complete):
             raise PayloadError(
-                f"run {run_id} is preparing its data",
-                "Wait until it makes steps, or stop it.",
-                kind="busy",
+                f"run {run_id} is preparing its data", "Wait until it makes steps, or stop it.", kind="busy"
             )
-        if now in state.ACTIVE:
-            why = f"run {run_id} is {now}"
+        if data is None:
+            if now.state != "finished" and whole_checkpoints(run_dir):
+                raise PayloadError(
+                    f"run {run_id} ({now.state}) can be resumed and does not say which data it uses",
+                    f"make prune RUN_ID={run_id} removes the run; then nothing can need them.",
+                    kind="refused",
+                )
+            continue
+        if goes_on:
+            why = f"run {run_id} is {now.state}"
         else:
-            why = "" if now == "finished" else f"run {run_id} ({now}) can be resumed"
+            why = "" if now.state == "finished" else f"run {run_id} ({now.state}) can be resumed"
         for named in data.names.items():
             runs_of.setdefault(named, {})[run_id] = why
     return runs_of
@@ -85,11 +95,11 @@ def _items(folder: Path, kind: str) -> Iterator[_Item]:
 
 
 def _removed(item: _Item, events: Events) -> bool:
-    for path in item.paths:
-        with unused(path) as free:
-            if not free:
-                events.note(f"{item.kind}/{item.name} is in use: it stays")
-                return False
+    with contextlib.ExitStack() as held:
+        if not all(held.enter_context(unused(path)) for path in item.paths):
+            events.note(f"{item.kind}/{item.name} is in use: it stays")
+            return False
+        for path in item.paths:
             events.progress(f"removing {item.kind}/{path.name}")
             going = path.with_name(f".{item.name}.{os.urandom(4).hex()}")
             path.rename(going)

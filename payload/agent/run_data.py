@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Dict, NamedTuple, Optional
 
 from payload.agent import durable
+from payload.errors import PayloadError
 
 KINDS = ("answers", "packed", "features")
 """The folders of the layout that hold such data. What a run uses of each has one name."""
@@ -25,13 +26,16 @@ def note_run_data(run_dir: Path, complete: bool, **paths: Optional[Path]) -> Non
     durable.write_json(run_dir / _FILE, {"names": names, "complete": complete})
 
 
-def read_run_data(run_dir: Path) -> RunData:
-    """What was noted; of a run that noted nothing, or nothing that can be read, nothing."""
+def read_run_data(run_dir: Path) -> Optional[RunData]:
+    """What was noted, None when nothing was. Raises PayloadError when it cannot be read."""
+    path = run_dir / _FILE
     try:
-        found = durable.read_json(run_dir / _FILE)
-    except OSError:
-        return RunData({}, False)
-    names = found.get("names") if isinstance(found, dict) else None
-    if not isinstance(names, dict):
-        return RunData({}, False)
-    return RunData({kind: str(names[kind]) for kind in KINDS if kind in names}, bool(found.get("complete")))
+        found = durable.read_json(path)
+        names = {kind: str(found["names"][kind]) for kind in KINDS if kind in found["names"]}
+        return RunData(names, bool(found["complete"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, KeyError) as error:
+        raise PayloadError(
+            f"{path} cannot be read: {error}", "Move that run's folder out of the way."
+        ) from None

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from payload.agent.durable import put_in_place, read_json, sync_folder, write_json
+from payload.agent.durable import leftovers, put_in_place, read_json, remove, sync_folder, write_json
 from payload.data.sealed import MANIFEST
 from payload.errors import PayloadError
 
@@ -80,12 +80,14 @@ def is_whole(folder: Path) -> bool:
 
 
 def begin_features(folder: Path, shape: FeatureShape) -> str:
-    """Make room for a cache before any rank writes; returns a line on its size.
+    """Make room for a cache before any rank writes, and clear away half shards; returns a line on its size.
 
     Raises ``PayloadError`` when the disk has no room for what is not written yet.
     """
     partial = _partial(folder)
     partial.mkdir(parents=True, exist_ok=True)
+    for left in leftovers(partial):
+        remove(left)
     there = [shard for shard in range(shape.shards) if (partial / _shard_name(shard)).is_file()]
     kept = sum(len(shape.rows_of(shard)) for shard in there)
     free = shutil.disk_usage(partial).free

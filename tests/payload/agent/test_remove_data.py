@@ -92,6 +92,29 @@ def test_nothing_goes_while_a_run_prepares_its_data(container: FakeContainer) ->
     container.result("stop", run_id="r1", grace_s=0)
 
 
+def test_nothing_goes_while_a_run_that_can_be_resumed_does_not_say_what_it_uses(
+    container: FakeContainer,
+) -> None:
+    made(container, "packed/p1")
+    container.start("r1", "raise SystemExit(1)")
+    container.wait_for_state("r1", "failed")
+    checkpoint = container.root / "runs/r1/checkpoints/step-000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    error = container.error("remove_data", kinds=["packed"], apply=True)
+    assert error["kind"] == "refused"
+    assert "run r1 (failed) can be resumed" in error["message"]
+    uses(container, "r1", packed="p1")
+    assert removed(container, "packed", apply=True) == []
+    noted = container.root / "runs/r1/data.json"
+    for damage in ("{", "[]", '{"names": 3, "complete": true}'):
+        noted.write_text(damage)
+        assert str(noted) in container.error("remove_data", kinds=["packed"], apply=True)["message"]
+    assert left(container) == ["packed/p1"]
+    container.result("remove_runs", keep=0, apply=True)
+    assert removed(container, "packed", apply=True) == ["packed/p1"]
+
+
 def test_what_somebody_reads_stays(container: FakeContainer) -> None:
     made(container, "features/f1")
     with using(container.root / "features/f1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -59,13 +60,10 @@ def children() -> set[int]:
     """Processes below this one that encode: Python's own tracker of shared resources stays."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            try:
-                spawned = b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if spawned:
-                found.add(int(pid))
+        with contextlib.suppress(OSError):  # threads and processes come and go
+            for pid in (task / "children").read_text().split():
+                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.add(int(pid))
     return found
 
 

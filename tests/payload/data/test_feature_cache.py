@@ -122,10 +122,12 @@ def test_what_an_interrupted_job_wrote_is_kept_and_the_rest_is_computed(tmp_path
         computed.append(rows)
         return made(rows)
 
+    (tmp_path / ".cache.partial/.features-00002.safetensors.dead").touch()
     assert "4 kept from before" in begin_features(folder, SHAPE)
     assert write(folder, compute) == [2, 2, 1]
     assert computed == [range(4, 5)]
     seal_features(folder, SHAPE)
+    assert len(list(folder.iterdir())) == 4
     assert_whole(folder)
 
 

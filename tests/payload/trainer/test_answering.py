@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from payload.agent.run_data import read_run_data
 from payload.recipe import Recipe
 from tests.payload.trainer.jobs import Job, run, started, tiny_recipe
-from tests.payload.trainer.test_launch import launched, output, ranks_of
+from tests.payload.trainer.test_launch import impatient_rank, launched, output, ranks_of
 
 
 def answering(target: Path, targets: list[int], **overrides: Any) -> Recipe:
@@ -74,6 +74,7 @@ def test_a_run_notes_which_data_it_uses_the_answers_before_they_are_all_there(
     run_dir = alone[0.0].run_dir
     root = run_dir.parent.parent
     noted = read_run_data(run_dir)
+    assert noted is not None
     assert noted.complete
     assert noted.names.keys() == {"answers", "packed"}
     assert answers_of(run_dir) == [root / "answers" / f"{noted.names['answers']}.jsonl"]
@@ -82,6 +83,7 @@ def test_a_run_notes_which_data_it_uses_the_answers_before_they_are_all_there(
     with started(tmp_path / "runs" / "a", recipe) as job:
         await_answers(job.run_dir, 1)
         answering_run = read_run_data(job.run_dir)
+    assert answering_run is not None
     assert (answering_run.complete, answering_run.names.keys()) == (False, {"answers"})
     assert answers_of(job.run_dir)[0].stem == answering_run.names["answers"]
 
@@ -113,14 +115,15 @@ def test_a_stop_of_any_rank_ends_all_and_the_answers_so_far_are_kept_whoever_goe
         os.kill({"target": ranks[1], "drafter": ranks[2], "all": process.pid}[told], signal.SIGTERM)
         assert process.wait(30) == 143, output(first)
         assert time.monotonic() - begun < 5
-    assert 10 <= number_of_answers(first) < 115
+    assert 10 <= number_of_answers(first) < 105
     assert "Told to stop" in output(first)
     assert "error:" not in output(first)
     assert "Traceback" not in output(first)
     if told == "target":
         kept = number_of_answers(first)
-        on = run(tmp_path / "runs" / "b", answering(tiny_target_folder, [0], **many))
-        assert set(on.wait()) == {0}, on.output()
+        with started(tmp_path / "runs" / "b", answering(tiny_target_folder, [0], **many)) as on:
+            # One batch between others may have been cut short: what is kept after it is counted with the next.
+            await_answers(first, kept + 15)
         assert f" answered, {kept} kept from before" in on.output()
 
 
@@ -146,8 +149,8 @@ def test_a_target_that_fails_while_it_answers_ends_all_ranks_with_one_word(
     name = answers_of(alone[0.0].run_dir)[0].stem
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers" / f"{name}.1.jsonl").symlink_to(tmp_path / "no" / "where")
-    job = run(tmp_path / "runs" / "a", recipe)
-    assert set(job.wait()) == {1}, job.output()
+    with started(tmp_path / "runs" / "a", recipe, rank=impatient_rank) as job:
+        assert set(job.wait()) == {1}, job.output()
     assert job.output().count("error:") == 1, job.output()
     assert "error: rank 1 of 3 (target): The answers cannot be written to" in job.output()
     assert "Traceback" not in job.output()

@@ -307,8 +307,9 @@ def test_features_from_disk_teach_what_live_features_teach(
     assert from_disk.wait() == [0], from_disk.output()
     assert "features: 0.0 GB" in from_disk.output()
     assert list(from_disk.losses().values()) == pytest.approx(list(live.losses().values()), rel=1e-5)
-    features = from_disk.run_dir / "features" / read_run_data(from_disk.run_dir).names["features"]
-    assert (features / "manifest.json").is_file()
+    noted = read_run_data(from_disk.run_dir)
+    assert noted is not None
+    assert (from_disk.run_dir / "features" / noted.names["features"] / "manifest.json").is_file()
 
 
 def test_answers_are_generated_once_and_used_by_the_next_run(
