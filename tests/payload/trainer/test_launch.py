@@ -17,8 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from payload.recipe import Recipe
+from payload.trainer import failure
 from payload.trainer.failure import EXIT_FAILED, WORD_VARIABLE, EarlyEnd, Failure, tell, told
-from tests.payload.trainer.jobs import context, tiny_recipe
+from tests.payload.trainer.jobs import context, rank_of_a_job, tiny_recipe
 
 SEPARATE = {"topology__targets": [0], "topology__drafters": [1]}
 
@@ -132,7 +133,14 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tiny_target_folder: Path
     assert "Traceback" not in said
 
 
+def impatient_rank(rank: int, world_size: int, port: int, run_dir: Path) -> None:
+    """A rank that gives itself a second to leave once another has failed."""
+    failure._GRACE_S = 1.0
+    rank_of_a_job(rank, world_size, port, run_dir)
+
+
 def _waits_for_ever(port: int, finished: Path) -> None:
+    failure._GRACE_S = 1.0
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     EarlyEnd(dist.PrefixStore("control", store)).watch(let_finish=finished.touch)
     dist.PrefixStore("control", store).get("what nobody sets")
