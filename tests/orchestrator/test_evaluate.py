@@ -129,13 +129,8 @@ def test_an_evaluation_is_refused_while_a_job_holds_the_gpus_unless_told_to(agen
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("20200101-000000-abcdef",), "neither an export nor a run"),
         (("../elsewhere",), "not a run id"),
         (("--drafter", "/models/drafter"), "RECIPE="),
-        (
-            ("20200101-000000-abcdef", "--recipe", "tiny-cpu", "--checkpoint", "latest"),
-            "newest, best or a step",
-        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_in_words(
@@ -179,10 +174,6 @@ def test_without_a_run_the_newest_with_a_checkpoint_is_evaluated_and_a_step_that
     shown = orchestrator(local_node, "evaluate", "--checkpoint", "150")
     assert (shown.returncode, "of step 150" in shown.stderr) == (2, True), shown.stderr
     assert "It has checkpoints of step 1." in shown.stderr
-    shown = orchestrator(local_node, "evaluate", "--prompts", "nope.jsonl")
-    assert (shown.returncode, "/nope.jsonl of prompts" in shown.stderr) == (2, True), shown.stderr
-    assert "make put" in shown.stderr
-    assert "PROMPTS=" in shown.stderr
 
 
 def test_what_an_evaluation_does_not_use_is_refused_at_once(agent: Agent, local_node: NodeInfo) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from payload.agent.protocol import Request
 from payload.agent.usage import unused
 from payload.drafter.checkpoint import load_drafter, save_drafter
 from payload.drafter.model import DFlashDrafter
 from payload.errors import PayloadError
+from payload.evaluate import run_evaluation
+from payload.places import ROOT_VARIABLE
 from payload.trainer.checkpoint import find_drafter, write_checkpoint
 from payload.trainer.evaluation import evaluate_everywhere
 from payload.trainer.roles import Roles
@@ -38,6 +42,24 @@ def ask(
     return ended.returncode, final, events
 
 
+class Heard(list[dict[str, Any]]):
+    """Stands where the protocol's events go, and keeps them."""
+
+    def note(self, message: str) -> None:
+        self.append({"message": message})
+
+    def progress(self, message: str, done: int | None = None, total: int | None = None) -> None:
+        self.append({"message": message} if done is None else {"done": done, "total": total})
+
+
+def asked(
+    root: Path, handler: Any = run_evaluation, **fields: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The result and the events of one request, without a process for it."""
+    heard = Heard()
+    return handler(Request("n1", str(root), fields), heard), heard
+
+
 @pytest.fixture(scope="module")
 def finished(
     tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory
@@ -55,8 +77,9 @@ def test_a_run_that_is_just_being_removed_is_not_evaluated(finished: tuple[Path,
     root, _ = finished
     with unused(root / "runs" / "a") as free:
         assert free
-        status, final, _ = ask(root, drafter="runs/a", device="cpu")
-    assert (status, final["error"]["kind"]) == (1, "busy"), final
+        with pytest.raises(PayloadError) as caught:
+            asked(root, drafter="runs/a", device="cpu")
+    assert caught.value.kind == "busy"
 
 
 def test_a_run_is_evaluated_with_its_own_recipe_and_what_is_changed_of_it(
@@ -64,20 +87,39 @@ def test_a_run_is_evaluated_with_its_own_recipe_and_what_is_changed_of_it(
 ) -> None:
     root, _ = finished
     overrides = {"data.eval_rows": 20, "train.eval_max_new_tokens": 4}
-    status, final, events = ask(root, drafter="runs/a", device="cpu", overrides=overrides)
-    assert status == 0, final
-    assert final["result"]["drafter"].endswith("step-000006/drafter")
-    assert (final["result"]["prompts"], final["result"]["tokens"]) == (20, 80)
+    result, events = asked(root, drafter="runs/a", device="cpu", overrides=overrides)
+    assert result["drafter"].endswith("step-000006/drafter")
+    assert (result["prompts"], result["tokens"]) == (20, 80)
     assert [(event["done"], event["total"]) for event in events if "done" in event] == [(0, 20), (16, 20)]
 
 
 def test_a_run_and_its_export_have_the_same_accepted_length(finished: tuple[Path, dict[str, Any]]) -> None:
     root, made = finished
-    status, final, _ = ask(root, drafter="runs/a", device="cpu")
-    assert status == 0, final
+    result, _ = asked(root, drafter="runs/a", device="cpu")
     last = made["job"].lines("eval")[-1]
     for name in ("accepted_length", "accepted_by_position", "tokens", "target_forwards", "identical"):
-        assert final["result"][name] == last[name]
+        assert result[name] == last[name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"drafter": "runs/b"}, "neither an export nor a run"),
+        ({"drafter": "runs/a", "checkpoint": "latest"}, "newest, best or a step"),
+        ({"drafter": "runs/a", "prompts": "nope.jsonl"}, "/nope.jsonl of prompts.*make put.*TO=nope.jsonl"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_in_words(
+    finished: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, str],
+    words: str,
+) -> None:
+    monkeypatch.setenv(ROOT_VARIABLE, str(finished[0]))
+    with pytest.raises(PayloadError) as caught:
+        asked(finished[0], device="cpu", **fields)
+    assert caught.value.kind == "usage"
+    assert re.search(words, f"{caught.value.message} {caught.value.hint}")
 
 
 def test_what_training_decodes_with_is_the_drafter_as_it_is_exported(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import pytest
 from payload.data.regenerate import regenerate
 from payload.data.rows import read_jsonl
 from payload.data.tokens import load_tokenizer
+from payload.estimate import answer
 from payload.recipe import Recipe
 from payload.target import Target
 from payload.trainer.answering import generation_settings
 from payload.trainer.longest import longest_prompts
 from tests.payload.trainer.jobs import tiny_recipe
-from tests.payload.trainer.test_evaluate import ask
+from tests.payload.trainer.test_evaluate import ask, asked
 
 
 def said(role: str, words: int) -> dict[str, str]:
@@ -54,9 +55,8 @@ def test_the_longest_prompt_is_the_longest_that_the_target_is_given(recipe: Reci
 
 
 def test_a_container_counts_with_the_prompts_that_it_has(recipe: Recipe, tmp_path: Path) -> None:
-    status, final, _ = ask(tmp_path, "payload.estimate", recipe=recipe.to_dict())
-    assert status == 0, final
-    [both] = final["result"]["estimates"]
+    result, _ = asked(tmp_path, answer, recipe=recipe.to_dict())
+    [both] = result["estimates"]
     assert both["phase"] == "answering prompts"
     assert f"prompts of {longest_prompts(recipe).train} tokens" in " ".join(both["terms"])
     Path(recipe.data.train[0]).unlink()
