@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ import torch
 
 from payload.decode import choose
 from payload.row_cache import RowCache
+from payload.seeds import seed_of
 from payload.target import Target
 
 _STEPS_BETWEEN_LOOKS = 8
@@ -86,5 +85,4 @@ def _ended(answer: list[int], end_tokens: Collection[int]) -> list[int]:
 
 def _generator(seed: int, prompts: list[list[int]], device: torch.device) -> torch.Generator:
     """Random numbers of their own for these prompts, whatever was drawn before."""
-    digest = hashlib.sha256(json.dumps([seed, prompts]).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.Generator(device).manual_seed(seed_of(seed, prompts))

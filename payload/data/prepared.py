@@ -18,6 +18,7 @@ from payload.data.encoding import Document, encode_rows
 from payload.data.packing import pack
 from payload.data.rows import Row
 from payload.errors import PayloadError
+from payload.seeds import seed_of
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class PackedRows:
         the file has fewer."""
         epoch, within = divmod(index, self.batches_per_epoch)
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            generator = torch.Generator().manual_seed(seed_of(self._seed, epoch))
             self._order = torch.randperm(self.rows, generator=generator).tolist()
             self._epoch = epoch
         return self._order[within * self.batch_size : (within + 1) * self.batch_size]

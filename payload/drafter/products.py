@@ -1,7 +1,7 @@
 """Matrix products of the drafter's training.
 
-They are computed in the dtype of the activations. The gradient of a weight is summed and kept in the weight's own
-dtype: for fp32 masters under bf16 it is never rounded to bf16 on its way, and no pass over it is spent on widening it.
+They are computed in the dtype of the activations. The gradient of a weight is kept in the weight's own dtype: for fp32
+masters under bf16 a GPU's products write it so, never rounded to bf16 and without a pass that widens it.
 """
 
 from __future__ import annotations

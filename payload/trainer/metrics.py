@@ -50,7 +50,7 @@ class Totals:
     @property
     def loss(self) -> float:
         """The weighted mean; 0 when nothing counted."""
-        return self.loss_sum / self.weight_sum if self.weight_sum > 0 else 0.0
+        return self.loss_sum / self.weight_sum if self.weight_sum else 0.0
 
     @property
     def accuracy(self) -> float:

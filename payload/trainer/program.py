@@ -29,6 +29,7 @@ from payload.drafter.step import LossOutput, drafter_loss
 from payload.errors import PayloadError
 from payload.places import place, place_or_hub_name
 from payload.recipe import Recipe
+from payload.seeds import seed_of
 from payload.target import Target, random_model
 from payload.trainer.optimizer import MasterAdamW
 from payload.trainer.shards import shard
@@ -116,9 +117,10 @@ class DrafterProgram:
         """Add the gradient of one micro-batch; reduce gradients over the drafters when it is the step's last.
 
         Features, or a teacher, that are not finite count as a micro-batch of weight 0: every rank still does the same
-        work, so none waits for another. Returns this micro-batch's sums, float64 [4 + 3K] on the device (``Totals``).
+        work, so none waits for another. Returns this micro-batch's sums, float64 [4 + 3K] on the device (``Totals``),
+        to which a loss that is not finite adds nothing either.
         """
-        self._generator.manual_seed((self._seed << 32) + micro_batch)
+        self._generator.manual_seed(seed_of(self._seed, micro_batch))
         batch = supply.batch
         anchors = sample_anchors(batch.loss_mask, batch.document_ids, self._num_anchors, self._generator)
         # One pass: a sum is finite only if all of its terms are.
@@ -182,18 +184,13 @@ def _trace_once() -> AbstractContextManager[None]:
 
 def _sums(output: LossOutput, finite: torch.Tensor) -> torch.Tensor:
     """loss_sum, weight_sum, skipped micro-batches, micro-batches, then correct, counted and accepted by position."""
-    kept = finite.double()
-    ones = torch.ones_like(kept)
-    return torch.cat(
-        [
-            torch.stack(
-                [output.loss_sum.detach().double() * kept, output.weight_sum.double() * kept, 1 - kept, ones]
-            ),
-            output.correct_by_position * kept,
-            output.count_by_position * kept,
-            output.accepted_by_position * kept,
-        ]
-    )
+    loss, weight = output.loss_sum.detach().double(), output.weight_sum.double()
+    counts = finite & torch.isfinite(loss) & torch.isfinite(weight)
+    skipped = 1 - counts.double()
+    by_position = (output.correct_by_position, output.count_by_position, output.accepted_by_position)
+    # Chosen, not multiplied: 0 times NaN is NaN.
+    kept = [torch.where(counts, each, 0) for each in (loss[None], weight[None], *by_position)]
+    return torch.cat([*kept[:2], skipped[None], torch.ones_like(skipped)[None], *kept[2:]])
 
 
 def drafter_config_for(recipe: Recipe, target_config: Any, mask_token_id: int | None) -> DrafterConfig:

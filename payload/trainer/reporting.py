@@ -22,6 +22,11 @@ from payload.trainer.schedule import learning_rate
 _IMPROVED_RATIO = 1.5
 """How far the accepted length must rise above its start for ``train.assert_improves``."""
 
+_SLOW_RATIO = 4.0
+"""How much longer than the run's fastest a step takes when something is wrong: no batch makes such a difference."""
+_SLOW_FOR_S = 30.0
+"""For how long they must, before it is an alarm."""
+
 _BARREN_STEPS = 10
 """One strange document is no reason to end a run; so many steps in a row that change no weight are."""
 
@@ -38,6 +43,39 @@ class Interval:
     data_wait_s: float
 
 
+class Speed:
+    """Watches how long steps take, against the fastest of the run."""
+
+    def __init__(self) -> None:
+        self.fastest_step_s = math.inf
+        self._slow_s = 0.0
+        self._alarmed = False
+        self._waited = (0.0, 0.0)
+
+    def after(self, steps: int, interval: Interval) -> str | None:
+        """A line for the log when steps have become slow, and one when they are not any more; else None."""
+        step_s = interval.seconds / steps
+        waits = (interval.transfer_wait_s, interval.data_wait_s)
+        transfer_s, data_s = (now - before for now, before in zip(waits, self._waited, strict=True))
+        self._waited = waits
+        self.fastest_step_s = min(self.fastest_step_s, step_s)
+        if step_s < _SLOW_RATIO * self.fastest_step_s:
+            over, self._slow_s, self._alarmed = self._alarmed, 0.0, False
+            return f"steps take {step_s:.2f} s again" if over else None
+        self._slow_s += interval.seconds
+        if self._alarmed or self._slow_s < _SLOW_FOR_S:
+            return None
+        self._alarmed = True
+        if transfer_s > interval.seconds / 2:
+            why = "They wait for features: see the targets' GPUs and the link (nvidia-smi topo -m)"
+        elif data_s > interval.seconds / 2:
+            why = "They wait for rows or stored features: see the disk"
+        else:
+            why = "Something else may use the GPUs or the cores, or they are throttled: make doctor, nvidia-smi -q"
+        times = step_s / self.fastest_step_s
+        return f"ALARM: steps take {step_s:.2f} s, {times:.0f} x as long as this run's fastest. {why}."
+
+
 class RunReport:
     """Writes to the metrics and to the log, from the run's start to its end."""
 
@@ -47,6 +85,7 @@ class RunReport:
         self._flops = drafter_step_flops(run.recipe, run.config)
         self._peak = peak_flops(run.ranks.device)
         self._barren_steps = 0
+        self._speed = Speed()
 
     def started(self, drafter_parameters: int) -> None:
         """The run begins, or goes on, with a drafter of so many weights."""
@@ -113,9 +152,11 @@ class RunReport:
             f"accepted (simulated) {totals.simulated_accepted_length:.2f}  lr {lr:.1e}  "
             f"{tokens / seconds / 1e3:.1f} Ktok/s"
         )
+        if step > self._run.first_step:
+            self._watch_speed(step, len(norms), interval)
         if totals.skipped:
             share = f"{totals.skipped} of {totals.micro_batches} micro-batches"
-            say(f"warning: {share} had features that are not finite and did not count")
+            say(f"warning: {share} had features or a loss that are not finite, and did not count")
         if not all(learned):
             steps = f"{learned.count(False)} of {len(learned)} steps"
             say(f"warning: {steps} changed no weight: {_why_barren(totals)}")
@@ -128,6 +169,13 @@ class RunReport:
                 hint="Check the target's weights and dtype (float16 overflows where bfloat16 does not), optim.lr, and "
                 "that the training data is supervised.",
             )
+
+    def _watch_speed(self, step: int, steps: int, interval: Interval) -> None:
+        found = self._speed.after(steps, interval)
+        if found is not None:
+            say(found)
+            step_s = interval.seconds / steps
+            self._log.write("speed", step, step_s=step_s, fastest_step_s=self._speed.fastest_step_s)
 
     def evaluated(self, step: int, result: Acceptance) -> None:
         """What decoding the held-out prompts after ``step`` gave."""
@@ -202,7 +250,7 @@ def judge(recipe: Recipe, ended: Progress) -> tuple[int, str]:
 
 def _why_barren(totals: Totals) -> str:
     if totals.skipped == totals.micro_batches:
-        return "none of their features were finite"
+        return "none of their features or losses were finite"
     if totals.weight_sum == 0:
         return "nothing in them counted"
     return "their gradients were not finite"

@@ -95,7 +95,7 @@ def test_ten_missed_in_a_row_end_the_run_however_often_it_reports(tmp_path: Path
 @pytest.mark.parametrize(
     ("skipped", "weight", "why"),
     [
-        (10, 0.0, "none of their features were finite"),
+        (10, 0.0, "none of their features or losses were finite"),
         (0, 0.0, "nothing in them counted"),
         (0, 1.0, "their gradients were not finite"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -239,12 +240,38 @@ def test_a_spoiled_micro_batch_weighs_nothing_beside_a_good_one(spoiled: str) ->
         assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("kind", ["ce", "dpace", "kl"])
+def test_a_loss_that_is_not_finite_adds_nothing_to_the_sums_and_is_counted(kind: str) -> None:
+    program = small_program(small_recipe(loss__kind=kind))
+    supply = small_supply(1)._replace(teacher=torch.randn(2, 32, 16))
+    good = program.accumulate(supply, 0, last=True)
+    with torch.no_grad():
+        program.drafter.norm.weight[3] = float("nan")
+    sums = good + program.accumulate(supply, 1, last=True)
+    totals = Totals.of(sums, CONFIG.block_size)
+    assert (totals.skipped, totals.micro_batches) == (1, 2)
+    assert totals.loss == Totals.of(good, CONFIG.block_size).loss > 0
+    assert math.isfinite(totals.accuracy)
+    assert math.isfinite(totals.simulated_accepted_length)
+
+
+def test_a_mean_that_is_no_number_is_not_told_as_zero() -> None:
+    one = Totals(0.0, 0.0, 0, 1, (), (), ())
+    assert one.loss == 0.0
+    assert math.isnan(replace(one, weight_sum=math.nan).loss)
+
+
 def test_anchors_of_a_micro_batch_depend_on_seed_and_number_alone() -> None:
     first, second = small_program(small_recipe()), small_program(small_recipe())
     first.accumulate(small_supply(1), 0, last=True)
     assert torch.equal(
         first.accumulate(small_supply(1), 5, last=True)[1:],
         second.accumulate(small_supply(1), 5, last=True)[1:],
+    )
+    other_seed = small_program(small_recipe(train__seed=1))
+    assert not torch.equal(
+        first.accumulate(small_supply(1), 5, last=True)[:1],
+        other_seed.accumulate(small_supply(1), 5, last=True)[:1],
     )
 
 

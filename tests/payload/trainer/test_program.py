@@ -14,6 +14,7 @@ from payload.drafter.loss import LossConfig
 from payload.drafter.model import DFlashDrafter
 from payload.drafter.step import drafter_loss
 from payload.recipe import OptimSpec
+from payload.seeds import seed_of
 from payload.trainer.program import DrafterProgram
 from payload.trainer.schedule import learning_rate
 from payload.trainer.transfer import Supply
@@ -63,7 +64,7 @@ def test_unequal_micro_batches_update_as_their_joint_weighted_mean(kind: str) ->
 
     losses = []
     for number, supply in enumerate(supplies):
-        generator = torch.Generator().manual_seed((recipe.train.seed << 32) + number)
+        generator = torch.Generator().manual_seed(seed_of(recipe.train.seed, number))
         anchors = sample_anchors(
             supply.batch.loss_mask, supply.batch.document_ids, recipe.train.num_anchors, generator
         )
