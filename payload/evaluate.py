@@ -66,7 +66,7 @@ def _evaluated(named: Path, request: Request, events: Events) -> dict[str, Any]:
             hint="Give the recipe with which it was trained.",
             kind="refused",
         )
-    held_out = held_out_prompts(recipe, load_tokenizer(spec), target.model.generation_config)
+    held_out = held_out_prompts(recipe, load_tokenizer(spec), target.model.generation_config, events.note)
     temperature = request.get("temperature", float) or 0.0
     generator = torch.Generator(device=device).manual_seed(request.get("seed", int) or 0)
     result = measure(

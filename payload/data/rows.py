@@ -22,20 +22,28 @@ class Row:
     where: str
 
 
-def read_rows(sources: Iterable[str], split: corpus.Split, limit: int | None, seed: int) -> Iterator[Row]:
+DEMO_ROWS = 2048
+"""How many rows ``demo`` has where nobody says it."""
+
+
+def read_rows(
+    sources: Iterable[str], split: corpus.Split, limit: int | None, seed: int, demo_rows: int = DEMO_ROWS
+) -> Iterator[Row]:
     """Yield at most ``limit`` rows of the sources in turn.
 
     A source is a JSONL path, ``hub:NAME`` or ``hub:NAME:SPLIT`` (read with ``datasets``), or ``demo``, whose rows
-    depend on ``seed`` and ``split``. Raises ``PayloadError`` when a source cannot be opened.
+    depend on ``seed`` and ``split``; without a limit it has ``demo_rows`` of them. Raises ``PayloadError`` when a
+    source cannot be opened.
     """
-    streams = (_read_source(source, split, limit, seed) for source in sources)
+    made = demo_rows if limit is None else limit
+    streams = (_read_source(source, split, made, seed) for source in sources)
     yield from islice((row for stream in streams for row in stream), limit)
 
 
-def _read_source(source: str, split: corpus.Split, limit: int | None, seed: int) -> Iterator[Row]:
+def _read_source(source: str, split: corpus.Split, made: int, seed: int) -> Iterator[Row]:
     if source == "demo":
-        made = corpus.rows(split, limit if limit is not None else 2048, seed)
-        return (Row(dict(row), f"demo row {index}") for index, row in enumerate(made))
+        rows = corpus.rows(split, made, seed)
+        return (Row(dict(row), f"demo row {index}") for index, row in enumerate(rows))
     if source.startswith("hub:"):
         return _read_hub(source)
     return read_jsonl(place(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from payload.data.rows import Row
@@ -53,19 +54,31 @@ def encode_row(
     if content is None:
         raise RowSkippedError("not a JSON object")
     if "messages" in content:
-        example = encode_chat(_messages(content["messages"]), tokenizer, notes)
-    elif "text" in content:
-        example = _encode_text(content["text"], tokenizer)
-    elif "input_ids" in content:
-        example = _take_ids(content, len(tokenizer))
+        example = encode_chat(chat_turns(content), tokenizer, notes)
     else:
-        raise RowSkippedError("no messages, text or input_ids")
+        example = _encode_plain(content, tokenizer)
     if len(example.input_ids) > max_length:
         notes["cut to the maximum length"] += 1
         example = Example(example.input_ids[:max_length], example.loss_mask[:max_length])
     if sum(example.loss_mask) < min_loss_tokens:
         raise RowSkippedError("too few supervised tokens")
     return example
+
+
+def chat_turns(content: dict[str, Any]) -> list[dict[str, str]]:
+    """The turns of a row's ``messages``: ``role`` and ``content`` of each, and nothing else.
+
+    Raises ``RowSkippedError`` with the reason when they are not turns of text.
+    """
+    value = content.get("messages")
+    if not isinstance(value, list) or not value:
+        raise RowSkippedError("messages is not a list of turns")
+    for turn in value:
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise RowSkippedError("a turn without a role")
+        if not isinstance(turn.get("content"), str):
+            raise RowSkippedError("a turn whose content is not text")
+    return [{"role": turn["role"], "content": turn["content"]} for turn in value]
 
 
 def encode_chat(messages: list[dict[str, str]], tokenizer: Any, notes: Counter[str]) -> Example:
@@ -92,6 +105,30 @@ def encode_chat(messages: list[dict[str, str]], tokenizer: Any, notes: Counter[s
     if not any(mask):
         raise RowSkippedError("no assistant turn survives the chat template")
     return Example(whole, mask)
+
+
+def encode_prompt(row: Row, tokenizer: Any, max_length: int) -> list[int]:
+    """Token ids of what a row asks: of a chat what comes before its first answer, else the first half.
+
+    They are at least one and fewer than ``max_length``. Raises ``RowSkippedError`` with the reason when there is no
+    such prompt; a row that `encode_row` cannot read has none either.
+    """
+    content = row.content
+    if content is None:
+        raise RowSkippedError("not a JSON object")
+    if "messages" in content:
+        before = list(takewhile(lambda turn: turn["role"] != "assistant", chat_turns(content)))
+        if not before:
+            raise RowSkippedError("no turn before the first answer")
+        prompt = render_prompt(before, tokenizer)
+    else:
+        ids = _encode_plain(content, tokenizer).input_ids
+        prompt = ids[: len(ids) // 2]
+    if not prompt:
+        raise RowSkippedError("too short for a prompt")
+    if len(prompt) >= max_length:
+        raise RowSkippedError("prompt longer than the maximum length")
+    return prompt
 
 
 def render_prompt(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
@@ -155,9 +192,23 @@ def _render(tokenizer: Any, messages: list[dict[str, str]], generation: bool) ->
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
     except Exception as error:
-        raise RowSkippedError(f"the chat template refuses it: {error}") from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        raise RowSkippedError(f"the chat template refuses it: {_in_a_line(error)}") from error
+    return _tokenized(tokenizer, text, add_special_tokens=False)
+
+
+def _tokenized(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    try:
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
+    except Exception as error:
+        # Half a surrogate, which JSON can hold and no encoding.
+        raise RowSkippedError(f"the tokenizer refuses it: {_in_a_line(error)}") from error
     return ids
+
+
+def _in_a_line(error: Exception) -> str:
+    """An error's text, which may quote the row, so that any log can hold it."""
+    text = " ".join(str(error).split())[:200]
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _end_of_turn(ids: list[int], start: int, tokenizer: Any) -> int:
@@ -172,21 +223,18 @@ def _end_of_turn(ids: list[int], start: int, tokenizer: Any) -> int:
     return len(ids)
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise RowSkippedError("messages is not a list of turns")
-    for turn in value:
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise RowSkippedError("a turn without a role")
-        if not isinstance(turn.get("content"), str):
-            raise RowSkippedError("a turn whose content is not text")
-    return [{"role": turn["role"], "content": turn["content"]} for turn in value]
+def _encode_plain(content: dict[str, Any], tokenizer: Any) -> Example:
+    if "text" in content:
+        return _encode_text(content["text"], tokenizer)
+    if "input_ids" in content:
+        return _take_ids(content, len(tokenizer))
+    raise RowSkippedError("no messages, text or input_ids")
 
 
 def _encode_text(text: Any, tokenizer: Any) -> Example:
     if not isinstance(text, str) or not text.strip():
         raise RowSkippedError("text is empty or not text")
-    ids: list[int] = tokenizer(text)["input_ids"]
+    ids = _tokenized(tokenizer, text)
     return Example(ids, [True] * len(ids))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,15 +11,17 @@ import torch
 import torch.distributed as dist
 
 from payload.acceptance import Acceptance, combine, evaluate
-from payload.data.rows import read_rows
-from payload.data.tokens import end_token_ids, render_prompt
+from payload.data.rows import DEMO_ROWS, read_rows
+from payload.data.tokens import RowSkippedError, encode_prompt, end_token_ids
 from payload.drafter.model import DFlashDrafter
-from payload.errors import PayloadError
+from payload.errors import PayloadError, ToldToStopError
 from payload.recipe import Recipe
 from payload.target import Target
 
 PROMPTS_AT_ONCE = 16
 """How many prompts are decoded together, and between which a stop is looked for and progress told."""
+_REASONS_TOLD = 10
+"""The most frequent ones: a chat template may have words of its own for each row."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,35 @@ class Sampling(NamedTuple):
 GREEDY = Sampling(0.0, None)
 
 
-def held_out_prompts(recipe: Recipe, tokenizer: Any, generation_config: Any) -> HeldOut:
-    """The first ``data.eval_rows`` usable prompts of ``data.eval``: what comes before the first answer of a chat, and
-    the first half of a text. ``generation_config`` is the target's, and knows what ends its answers. Raises
-    ``PayloadError`` when there is no prompt."""
-    prompts: list[tuple[int, ...]] = []
-    for row in read_rows(recipe.data.eval, "eval", recipe.data.eval_rows, recipe.train.seed):
-        ids = _prompt_of(row.content or {}, tokenizer)
-        if 0 < len(ids) < recipe.data.max_length:
-            prompts.append(tuple(ids))
-    if recipe.data.eval and not prompts:
-        raise PayloadError("None of the held-out rows has a prompt.", hint="Check data.eval of the recipe.")
+def held_out_prompts(
+    recipe: Recipe,
+    tokenizer: Any,
+    generation_config: Any,
+    note: Callable[[str], None] = lambda line: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> HeldOut:
+    """The first ``data.eval_rows`` usable prompts of ``data.eval`` (`encode_prompt`); no row after them is read.
+
+    ``generation_config`` is the target's, and knows what ends its answers. ``note`` gets a line for each reason by
+    which rows were skipped. Raises ``PayloadError`` when there is no prompt, and once ``should_stop`` says so.
+    """
+    data, prompts, skipped = recipe.data, list[tuple[int, ...]](), Counter[str]()
+    rows = read_rows(data.eval, "eval", None, recipe.train.seed, max(DEMO_ROWS, data.eval_rows))
+    while len(prompts) < data.eval_rows and (row := next(rows, None)) is not None:
+        if should_stop():
+            raise ToldToStopError("Told to stop while the held-out rows were being read.")
+        try:
+            prompts.append(tuple(encode_prompt(row, tokenizer, data.max_length)))
+        except RowSkippedError as error:
+            skipped[str(error)] += 1
+    if data.eval and not prompts:
+        reasons = "; ".join(f"{count} rows: {reason}" for reason, count in skipped.most_common(_REASONS_TOLD))
+        raise PayloadError(
+            f"None of {skipped.total()} held-out rows has a prompt.",
+            hint=f"Why: {reasons}." if reasons else "The sources of data.eval hold no rows.",
+        )
+    for reason, count in skipped.most_common(_REASONS_TOLD):
+        note(f"data: {count} held-out rows skipped: {reason}")
     return HeldOut(tuple(prompts), frozenset(end_token_ids(tokenizer, generation_config)))
 
 
@@ -101,19 +122,3 @@ def measure(
     if sum(part.prompts for part in parts) < len(held_out.prompts):
         return None
     return combine(parts)
-
-
-def _prompt_of(content: dict[str, Any], tokenizer: Any) -> list[int]:
-    messages = content.get("messages")
-    if isinstance(messages, list):
-        before = []
-        for turn in messages:
-            if not isinstance(turn, dict) or turn.get("role") == "assistant":
-                break
-            before.append({"role": str(turn.get("role")), "content": str(turn.get("content"))})
-        return render_prompt(before, tokenizer) if before else []
-    if isinstance(content.get("text"), str):
-        ids: list[int] = tokenizer(content["text"])["input_ids"]
-        return ids[: len(ids) // 2]
-    ids = content.get("input_ids") or []
-    return ids[: len(ids) // 2] if all(type(token) is int for token in ids) else []

@@ -36,7 +36,7 @@ from payload.trainer.checkpoint import (
 from payload.trainer.checkpoint_writer import CheckpointWriter
 from payload.trainer.drafter_side import DrafterSide
 from payload.trainer.failure import EXIT_FAILED, EXIT_STOPPED, EarlyEnd, Failure, tell
-from payload.trainer.heldout import HeldOut, held_out_prompts
+from payload.trainer.heldout import HeldOut
 from payload.trainer.initial import initial_weights
 from payload.trainer.metrics import MetricsLog
 from payload.trainer.offline_features import store_features
@@ -157,10 +157,10 @@ def _train(
     is_target = ranks.rank in roles.targets
     is_drafter = ranks.rank in roles.drafters
     lead_target, root = ranks.rank == roles.lead_target, _root_of(run_dir)
-    opened, target, prepared = None, None, None
+    opened, target, held_out, prepared = None, None, None, None
     if lead_target:
         begins = spec.get("resume_from") is None and not checkpoint_folders(run_dir / "checkpoints")
-        opened, target = open_target(recipe, root, ranks.device, stop, begins)
+        opened, target, held_out = open_target(recipe, root, ranks.device, stop, begins)
         note_run_data(run_dir, complete=False, answers=opened.answers)
     opened = ranks.hand_out("target", opened, roles.lead_target, stop)
     if is_target and target is None:
@@ -207,7 +207,7 @@ def _train(
         evaluates=bool(recipe.data.eval),
         data_facts=prepared.data_facts,
     )
-    side = _target_side(run, prepared, target) if is_target else None
+    side = _target_side(run, prepared, target, held_out) if is_target else None
     if not is_drafter:
         assert side is not None
         run_target(run, side)
@@ -220,14 +220,17 @@ def _train(
     return status
 
 
-def _target_side(run: Run, prepared: Prepared, target: Target | None) -> TargetSide:
+def _target_side(run: Run, prepared: Prepared, target: Target | None, held_out: HeldOut | None) -> TargetSide:
+    """A collective of the targets, which get the held-out prompts that the lead target has read."""
     assert target is not None
-    tokenizer = load_tokenizer(prepared.target)
-    held_out = (
-        held_out_prompts(run.recipe, tokenizer, target.model.generation_config)
-        if run.evaluates
-        else HeldOut((), frozenset())
-    )
+    if run.groups.targets is not None:
+        # Not through the store, which takes no value of more than 8 MiB.
+        box = [held_out]
+        dist.broadcast_object_list(
+            box, src=run.roles.lead_target, group=run.groups.targets, device=torch.device("cpu")
+        )
+        [held_out] = box
+    assert held_out is not None
     program, rows = _target_program(run.recipe, prepared, target)
     cache = FeatureCache(prepared.features) if prepared.features is not None else None
     return TargetSide(run, program, rows, held_out, cache)

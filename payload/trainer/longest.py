@@ -6,7 +6,7 @@ from heapq import nlargest
 from typing import Any
 
 from payload.data.rows import Row, read_rows
-from payload.data.tokens import RowSkippedError, load_tokenizer, render_prompt
+from payload.data.tokens import RowSkippedError, chat_turns, load_tokenizer, render_prompt
 from payload.estimate_terms import PromptTokens
 from payload.recipe import Recipe
 from payload.trainer.heldout import held_out_prompts
@@ -26,7 +26,7 @@ def longest_prompts(recipe: Recipe) -> PromptTokens:
         rows = read_rows(data.train, "train", data.train_rows, recipe.train.seed)
         likely = nlargest(_ENCODED, map(_turns, rows), key=lambda turns: sum(map(len, turns)))
         lengths = [_length(turns, tokenizer) for turns in likely]
-        train = max((length for length in lengths if length < data.max_length), default=None)
+        train = max((length for length in lengths if 0 < length < data.max_length), default=None)
     if data.eval:
         held_out = max(map(len, held_out_prompts(recipe, tokenizer, None).prompts))
     return PromptTokens(train, held_out)
@@ -34,11 +34,13 @@ def longest_prompts(recipe: Recipe) -> PromptTokens:
 
 def _turns(row: Row) -> list[str]:
     """Role and text of each turn up to the last question, one after the other; empty where there is none."""
-    messages = (row.content or {}).get("messages")
-    turns = [turn for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
-    while turns and turns[-1].get("role") != "user":
+    try:
+        turns = chat_turns(row.content or {})
+    except RowSkippedError:
+        return []
+    while turns and turns[-1]["role"] != "user":
         turns.pop()
-    return [str(turn.get(part)) for turn in turns for part in ("role", "content")]
+    return [turn[part] for turn in turns for part in ("role", "content")]
 
 
 def _length(turns: list[str], tokenizer: Any) -> int:

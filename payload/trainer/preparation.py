@@ -27,6 +27,7 @@ from payload.errors import ToldToStopError
 from payload.recipe import Recipe, TargetSpec
 from payload.target import Target
 from payload.trainer.answering import generation_settings
+from payload.trainer.heldout import HeldOut, held_out_prompts
 from payload.trainer.initial import find_initial
 from payload.trainer.program import TargetProgram, compiles_target, drafter_config_for
 from payload.trainer.ranks import StopSignal, say
@@ -64,22 +65,25 @@ class Prepared:
 
 def open_target(
     recipe: Recipe, root: Path, device: torch.device, stop: StopSignal, begins: bool
-) -> tuple[Opened, Target]:
-    """Bring about the target, on the lead target; what is there already is used again.
+) -> tuple[Opened, Target, HeldOut]:
+    """Bring about the target, on the lead target; what is there already is used again. With the held-out prompts.
 
-    ``begins``: there is no checkpoint to go on from, so that the recipe's initial drafter must be there.
+    ``begins``: there is no checkpoint to go on from, so that the recipe's initial drafter must be there. Raises
+    ``PayloadError`` for that, and for what else can be known before hours go into answers and features.
     """
     spec = recipe.target
     if spec.model == "demo":
         spec = replace(spec, model=str(ensure_demo_target(root, say, lambda: stop.received)))
     target = Target.load(spec, device, compiles_target(recipe, device))
-    config = drafter_config_for(recipe, target.config, load_tokenizer(spec).mask_token_id)
+    tokenizer = load_tokenizer(spec)
+    config = drafter_config_for(recipe, target.config, tokenizer.mask_token_id)
+    ends = target.model.generation_config
+    held_out = held_out_prompts(recipe, tokenizer, ends, say, lambda: stop.received)
     if begins and recipe.train.from_pretrained is not None:
-        # Before hours may go into answers and features.
         find_initial(recipe.train.from_pretrained, config, lambda line: None)
     weights_sha256 = weights_digest(target.model)
     answers = _answers_file(recipe, spec, weights_sha256, root) if recipe.data.regenerate else None
-    return Opened(spec, config, weights_sha256, answers), target
+    return Opened(spec, config, weights_sha256, answers), target, held_out
 
 
 def prepare_run(recipe: Recipe, opened: Opened, target: Target, root: Path, stop: StopSignal) -> Prepared:

@@ -5,9 +5,23 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import (
+    booleans,
+    characters,
+    dictionaries,
+    fixed_dictionaries,
+    floats,
+    integers,
+    lists,
+    none,
+    recursive,
+    sampled_from,
+    text,
+)
 
 from payload.data.rows import Row
-from payload.data.tokens import Example, RowSkippedError, encode_row, verify_template
+from payload.data.tokens import Example, RowSkippedError, encode_prompt, encode_row, verify_template
 from payload.errors import PayloadError
 
 QUESTION = {"role": "user", "content": "How many?"}
@@ -92,6 +106,7 @@ def test_a_long_document_is_cut_and_counted(words: Any) -> None:
         ({"messages": [{"role": "user", "content": None}]}, "a turn whose content is not text"),
         ({"messages": [QUESTION]}, "no assistant turn"),
         ({"text": " "}, "text is empty or not text"),
+        ({"text": "half a surrogate: \ud800"}, "the tokenizer refuses it: "),
         ({"input_ids": [10**9]}, "input_ids outside the vocabulary"),
         ({"input_ids": [1, True]}, "input_ids outside the vocabulary"),
         ({"input_ids": [5, 6], "loss_mask": [1]}, "loss_mask of another length than input_ids"),
@@ -101,6 +116,46 @@ def test_a_long_document_is_cut_and_counted(words: Any) -> None:
 def test_an_unusable_row_is_skipped_with_its_reason(words: Any, content: Any, reason: str) -> None:
     with pytest.raises(RowSkippedError, match=reason):
         encode(content, words)
+
+
+JSON = recursive(
+    none() | booleans() | integers() | floats() | text(characters(), max_size=6),
+    lambda parts: lists(parts, max_size=3) | dictionaries(text(max_size=3), parts, max_size=3),
+    max_leaves=4,
+)
+CONTENT = text(characters(), max_size=20) | JSON
+TURN = fixed_dictionaries(
+    {}, optional={"role": sampled_from(["system", "user", "assistant"]) | JSON, "content": CONTENT}
+)
+IDS = lists(integers(-2, 400), max_size=9) | JSON
+ROW = JSON | fixed_dictionaries(
+    {},
+    optional={
+        "messages": lists(TURN, max_size=4) | JSON,
+        "text": CONTENT,
+        "input_ids": IDS,
+        "loss_mask": IDS,
+    },
+)
+
+
+@given(ROW)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_any_row_is_encoded_to_known_tokens_or_skipped_with_a_reason_that_a_log_can_hold(
+    words: Any, row: Any
+) -> None:
+    read = Row(row if isinstance(row, dict) else None, "here")
+    for of_row in (
+        lambda: encode_row(read, words, 16, 1, Counter()).input_ids,
+        lambda: encode_prompt(read, words, 17),
+    ):
+        try:
+            ids, reason = of_row(), "none"
+        except RowSkippedError as error:
+            ids, reason = [0], str(error)
+        assert 0 < len(ids) <= 16
+        assert all(type(token) is int and 0 <= token < len(words) for token in ids)
+        assert reason.encode().decode().splitlines() == [reason]
 
 
 def test_turns_that_the_template_renders_otherwise_later_are_not_supervised(words: Any) -> None:

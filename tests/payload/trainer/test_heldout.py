@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import DataObject, data, integers, lists, sampled_from
 
 from payload.acceptance import Acceptance, combine, evaluate
-from payload.errors import PayloadError
+from payload.data.rows import DEMO_ROWS, Row
+from payload.errors import PayloadError, ToldToStopError
 from payload.trainer.heldout import HeldOut, held_out_prompts, measure
 from tests.payload.test_decode import _drafter
 from tests.payload.tiny_targets import tiny_target
@@ -30,11 +37,11 @@ def words() -> Any:
     return tiny_tokenizer()
 
 
-def held_out(tmp_path: Path, words: Any, rows: list[Any], **changes: Any) -> HeldOut:
+def held_out(tmp_path: Path, words: Any, rows: list[Any], told: Any = print, **changes: Any) -> HeldOut:
     path = tmp_path / "held-out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tiny_recipe(tmp_path, data__eval=[str(path)], **changes)
-    return held_out_prompts(recipe, words, SimpleNamespace(eos_token_id=[7, 8]))
+    return held_out_prompts(recipe, words, SimpleNamespace(eos_token_id=[7, 8]), told)
 
 
 def test_a_prompt_is_what_comes_before_the_first_answer_or_the_first_half(tmp_path: Path, words: Any) -> None:
@@ -56,15 +63,77 @@ def test_an_answer_ends_with_any_token_that_tokenizer_or_target_name(tmp_path: P
 def test_only_so_many_prompts_are_taken_and_none_that_leaves_no_room(tmp_path: Path, words: Any) -> None:
     rows = [{"input_ids": [5] * 400}, *({"input_ids": [5] * (2 + row)} for row in range(6))]
     found = held_out(tmp_path, words, rows, data__eval_rows=4)
-    assert [len(prompt) for prompt in found.prompts] == [1, 1, 2], (
-        "the first row is too long to be one of four"
-    )
+    assert [len(prompt) for prompt in found.prompts] == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("row", [{"messages": [CHAT[2]]}, {"x": 1}, {"input_ids": ["a", "b"]}])
-def test_no_usable_prompt_is_an_error(tmp_path: Path, words: Any, row: Any) -> None:
-    with pytest.raises(PayloadError, match="None of the held-out rows"):
-        held_out(tmp_path, words, [row])
+UNUSABLE: dict[str, Any] = {
+    "not a JSON object": [1],
+    "no messages, text or input_ids": {"x": 1},
+    "messages is not a list of turns": {"messages": "How many?"},
+    "a turn without a role": {"messages": [{"content": "How many?"}]},
+    "a turn whose content is not text": {"messages": [{"role": "user", "content": None}]},
+    "no turn before the first answer": {"messages": [CHAT[2]]},
+    "the tokenizer refuses it: .*": {"messages": [{"role": "user", "content": "\ud800"}]},
+    "text is empty or not text": {"text": ["How many?"]},
+    "input_ids outside the vocabulary": {"input_ids": [5, 10**6]},
+    "loss_mask of another length than input_ids": {"input_ids": [5, 6], "loss_mask": [1]},
+    "too short for a prompt": {"input_ids": [5]},
+    "prompt longer than the maximum length": {"input_ids": [5] * 400},
+}
+
+
+@given(data())
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_the_first_usable_rows_are_taken_whatever_lies_between_them_and_none_after_them_is_read(
+    tmp_path: Path, words: Any, data: DataObject
+) -> None:
+    """A usable row is told by its length, an unusable one counted by its reason."""
+    rows: list[Any] = data.draw(lists(sampled_from([*UNUSABLE, *range(2, 12)]), max_size=12))
+    wanted = data.draw(integers(1, 5))
+    usable = [row for row in rows if isinstance(row, int)]
+    last = [number for number, row in enumerate(rows) if isinstance(row, int)][:wanted][-1:] or [
+        len(rows) - 1
+    ]
+    read = rows if len(usable) < wanted else rows[: last[0] + 1]
+    told: list[str] = []
+    written = [{"input_ids": [5] * row} if isinstance(row, int) else UNUSABLE[row] for row in rows]
+    reasons = Counter(row for row in read if not isinstance(row, int))
+    if not usable:
+        with pytest.raises(PayloadError, match=f"None of {len(rows)} held-out rows has a prompt") as caught:
+            held_out(tmp_path, words, written, told.append, data__eval_rows=wanted)
+        assert all(
+            re.search(f"{times} rows: {reason}", caught.value.hint) for reason, times in reasons.items()
+        )
+        return
+    found = held_out(tmp_path, words, written, told.append, data__eval_rows=wanted)
+    assert [len(prompt) for prompt in found.prompts] == [length // 2 for length in usable[:wanted]]
+    assert len(told) == len(reasons)
+    for reason, times in reasons.items():
+        line = re.compile(f"data: {times} held-out rows skipped: {reason}")
+        assert sum(line.fullmatch(one) is not None for one in told) == 1
+
+
+def test_reading_stops_when_there_are_enough_and_when_told_to(
+    tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def endless(*arguments: Any) -> Iterator[Row]:
+        for number in count():
+            read.append(number)
+            yield Row({"messages": CHAT} if number % 3 == 0 else None, "here")
+
+    monkeypatch.setattr("payload.trainer.heldout.read_rows", endless)
+    recipe = tiny_recipe(tmp_path, data__eval=["endless"], data__eval_rows=4)
+    assert len(held_out_prompts(recipe, words, None).prompts) == 4
+    assert len(read) == 10
+    with pytest.raises(ToldToStopError):
+        held_out_prompts(recipe, words, None, should_stop=lambda: len(read) > 15)
+
+
+def test_the_demo_has_as_many_held_out_rows_as_are_asked_for(tmp_path: Path, words: Any) -> None:
+    recipe = tiny_recipe(tmp_path, data__eval=["demo"], data__eval_rows=DEMO_ROWS + 1)
+    assert len(held_out_prompts(recipe, words, None).prompts) == DEMO_ROWS + 1
 
 
 def test_parts_of_an_evaluation_add_up_to_the_whole() -> None:

@@ -12,8 +12,17 @@ import pytest
 import torch
 
 from payload.drafter.checkpoint import load_config
+from payload.recipe import Recipe
 from tests.payload.tiny_gguf import write_gguf
-from tests.payload.trainer.jobs import run, save_tiny_target, tiny_causal_lm, tiny_recipe, tiny_tokenizer
+from tests.payload.trainer.jobs import (
+    run,
+    save_tiny_target,
+    started,
+    tiny_causal_lm,
+    tiny_recipe,
+    tiny_tokenizer,
+)
+from tests.payload.trainer.test_launch import impatient_rank
 
 STRANGE_TOKEN = 300
 LENGTH = 32
@@ -126,3 +135,49 @@ def test_other_weights_in_the_same_folder_are_another_target(tmp_path: Path) -> 
     resumed = run(tmp_path / "runs" / "d", tiny_recipe(target, **settings), resume_from="../a")
     assert resumed.wait() == [1]
     assert "another target" in resumed.output()
+
+
+UNUSABLE: list[Any] = [
+    {"input_ids": 5},
+    {"input_ids": [5] * 8 + [10**6]},
+    {"messages": [{"role": "user", "content": None}]},
+    {"messages": [{"role": "user", "content": "\ud800"}]},
+]
+
+
+def with_held_out(target: Path, folder: Path, rows: list[Any], **overrides: Any) -> Recipe:
+    """A recipe of two targets that answer the prompts first, with these held-out rows."""
+    (folder / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings: dict[str, Any] = {
+        "data__eval": [str(folder / "held-out.jsonl")],
+        "data__eval_rows": 3,
+        "data__regenerate": True,
+        "data__regenerate_max_new_tokens": 4,
+        "train__steps": 1,
+        "topology__targets": [0, 1],
+        "topology__drafters": [0],
+    }
+    return tiny_recipe(target, **settings | overrides)
+
+
+def test_held_out_rows_that_cannot_be_used_end_the_job_before_anything_is_answered(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    recipe = with_held_out(tiny_target_folder, tmp_path, UNUSABLE)
+    with started(tmp_path / "runs" / "a", recipe, rank=impatient_rank) as job:
+        assert set(job.wait()) == {1}, job.output()
+    assert "None of 4 held-out rows has a prompt" in job.output()
+    assert "2 rows: input_ids outside the vocabulary" in job.output()
+    assert "Traceback" not in job.output()
+    assert not (tmp_path / "answers").exists()
+
+
+def test_held_out_rows_that_cannot_be_used_are_told_once_and_all_targets_decode_the_others(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    usable = [{"text": f"one two three {number}"} for number in range(5)]
+    job = run(tmp_path / "runs" / "a", with_held_out(tiny_target_folder, tmp_path, [*UNUSABLE, *usable]))
+    assert set(job.wait()) == {0}, job.output()
+    assert job.output().count("data: 2 held-out rows skipped: input_ids outside the vocabulary") == 1
+    assert job.output().count("held-out rows skipped") == 3
+    assert job.lines("eval")[-1]["prompts"] == 3

@@ -54,6 +54,13 @@ def test_the_longest_prompt_is_the_longest_that_the_target_is_given(recipe: Reci
     assert 5 < found.held_out < 256
 
 
+def test_rows_that_are_never_answered_have_no_longest_prompt(recipe: Recipe) -> None:
+    contents: list[Any] = [None, 5, ["how many days"], {"text": "how many days"}]
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    Path(recipe.data.train[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert longest_prompts(recipe).train is None
+
+
 def test_a_container_counts_with_the_prompts_that_it_has(recipe: Recipe, tmp_path: Path) -> None:
     result, _ = asked(tmp_path, answer, recipe=recipe.to_dict())
     [both] = result["estimates"]
