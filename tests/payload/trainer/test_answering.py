@@ -114,7 +114,7 @@ def test_a_stop_of_any_rank_ends_all_and_the_answers_so_far_are_kept_whoever_goe
         begun = time.monotonic()
         os.kill({"target": ranks[1], "drafter": ranks[2], "all": process.pid}[told], signal.SIGTERM)
         assert process.wait(30) == 143, output(first)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
     assert 10 <= number_of_answers(first) < 225
     assert "Told to stop" in output(first)
     assert "error:" not in output(first)
