@@ -30,7 +30,10 @@ def answered_keys(first: Path) -> set[str]:
 
 
 def read_answers(first: Path, keys: Iterable[str]) -> Iterator[Row]:
-    """The answers of ``keys`` in their order, whichever file each is in; those that are missing are passed over."""
+    """The answers of ``keys`` in their order, whichever file each is in; those that are missing are passed over.
+
+    A line is a row to learn from, and so is each under its ``earlier``, which come before it.
+    """
     places = _places(first)
     files: dict[Path, BinaryIO] = {}
     try:
@@ -41,7 +44,10 @@ def read_answers(first: Path, keys: Iterable[str]) -> Iterator[Row]:
             if place.path not in files:
                 files[place.path] = place.path.open("rb")
             files[place.path].seek(place.offset)
-            yield Row(json.loads(files[place.path].readline()), f"{place.path.name}: {key}")
+            line = json.loads(files[place.path].readline())
+            where = f"{place.path.name}: {key}"
+            yield from (Row(row, where) for row in line.get("earlier", []))
+            yield Row(line, where)
     finally:
         for file in files.values():
             file.close()

@@ -1,7 +1,7 @@
 """The target answers the prompts itself, so that the drafter learns the text that the target really writes.
 
-An answer is a line of the answers' files (`payload.data.answers`), keyed by a hash of what was asked. Lines hold the
-very token ids that were generated, which tokenizing the text again would not always give.
+The answers of a conversation are a line of the answers' files (`payload.data.answers`), keyed by a hash of what was
+asked. Lines hold the very token ids that were generated, which tokenizing the text again would not always give.
 
 The unit of work is a batch of prompts: the same ones stand together however many ranks share the batches out and
 whatever was answered before, so that neither changes an answer. A run that was interrupted continues where it stopped.
@@ -94,8 +94,9 @@ def answer_share(
     """Append to the answers of ``destination`` a row for each conversation of this share that is not there yet.
 
     A row has ``input_ids`` and ``loss_mask`` (true on the answers), ``messages`` under ``conversation`` for people, and
-    the ``key``. Returns counts: answered, kept from before, and rows skipped by reason. Raises ``PayloadError`` a few
-    tokens after ``should_stop`` says so, and when the answers' files cannot be used.
+    the ``key``. Answers that the last prompt does not hold as they were generated are in further rows of ``input_ids``
+    and ``loss_mask``, under ``earlier``. Returns counts: answered, kept from before, and rows skipped by reason. Raises
+    ``PayloadError`` a few tokens after ``should_stop`` says so, and when the answers' files cannot be used.
     """
     done = answered_keys(destination)
     unusable: Counter[str] = Counter()
@@ -245,17 +246,31 @@ def _end_tokens(target: Target, tokenizer: Any) -> set[int]:
 
 
 def _line(conversation: _Conversation) -> dict[str, Any]:
-    prompt, answer = conversation.spans[-1]
-    ids = prompt + answer
-    mask = [False] * len(ids)
-    for earlier_prompt, earlier_answer in conversation.spans:
-        start, end = len(earlier_prompt), len(earlier_prompt) + len(earlier_answer)
-        # A template that rewrites earlier turns renders them unlike what was generated: those stay unsupervised.
-        if ids[:end] == earlier_prompt + earlier_answer:
-            mask[start:end] = [True] * (end - start)
-    return {
-        "key": conversation.key,
-        "input_ids": ids,
-        "loss_mask": mask,
-        "conversation": conversation.messages,
-    }
+    *earlier, last = _documents(conversation.spans)
+    line = {"key": conversation.key, **last, "conversation": conversation.messages}
+    return {**line, "earlier": earlier} if earlier else line
+
+
+def _documents(spans: list[tuple[list[int], list[int]]]) -> list[dict[str, Any]]:
+    """``input_ids`` and ``loss_mask`` of as few documents as have each answer behind the very tokens it followed.
+
+    A template that rewrites earlier turns, as by taking their thinking out, renders them unlike what was generated:
+    what was asked and answered until then is a document of its own, before the last. Each answer is supervised once,
+    in the last document that has it.
+    """
+    documents: list[dict[str, Any]] = []
+    left = list(spans)
+    while left:
+        prompt, answer = left[-1]
+        ids = prompt + answer
+        mask = [False] * len(ids)
+        others = []
+        for before, said in left:
+            start, end = len(before), len(before) + len(said)
+            if ids[:end] == before + said:
+                mask[start:end] = [True] * (end - start)
+            else:
+                others.append((before, said))
+        documents.insert(0, {"input_ids": ids, "loss_mask": mask})
+        left = others
+    return documents

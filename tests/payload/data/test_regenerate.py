@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import booleans, integers, lists, tuples
 
 from payload.data.answers import read_answers
 from payload.data.generation import GenerationSettings, generate_answers
-from payload.data.regenerate import Share, answer_share, prompt_keys, regenerate
+from payload.data.prepared import prepare
+from payload.data.regenerate import Share, _documents, answer_share, prompt_keys, regenerate
 from payload.data.rows import Row
 from payload.data.tokens import encode_row
 from payload.decode import plain_decode
@@ -160,16 +163,122 @@ def test_each_turn_of_a_conversation_is_answered_in_the_context_of_the_targets_o
         assert ids[start:end] == plain_decode(own, ids[:start], 6, eos_token_ids={2})
 
 
-def test_an_answer_that_its_text_does_not_give_back_is_context_but_not_supervised(
+def test_an_answer_that_its_text_does_not_give_back_is_learned_where_it_was_generated(
     target: Target, words: Any, tmp_path: Path
 ) -> None:
     """``h`` and ``e`` one by one are another token, ``he``, in the next prompt."""
     path = tmp_path / "answers.jsonl"
-    regenerate([conversation("How many?", "And then?")], says(target, words, "h", "e"), words, path, SETTINGS)
+    own = says(target, words, "h", "e")
+    regenerate([conversation("How many?", "And then?")], own, words, path, SETTINGS)
     (line,) = lines(path)
-    [(start, end)] = spans(line)
-    assert line["input_ids"][start:end] == [*words.convert_tokens_to_ids(["h", "e"]), words.eos_token_id]
-    assert end == len(line["input_ids"])
+    [earlier] = line["earlier"]
+    for row in (earlier, line):
+        [(start, end)] = spans(row)
+        assert row["input_ids"][start:end] == [*words.convert_tokens_to_ids(["h", "e"]), words.eos_token_id]
+        assert end == len(row["input_ids"])
+    assert "And then?" in words.decode(line["input_ids"])
+    assert "And then?" not in words.decode(earlier["input_ids"])
+
+
+TAKES_OUT_THE_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('h')[-1] if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""All up to an ``h``, which stands for the end of thinking here, is gone from what is rendered of an earlier answer."""
+
+
+def three_turns(words: Any, template: str | None) -> tuple[list[Row], Any]:
+    """Two conversations of three questions, and the tokenizer with that template, or its own."""
+    changed = copy.deepcopy(words)
+    changed.chat_template = template or words.chat_template
+    return [conversation("How many?", "And then?", f"And {number}?") for number in range(2)], changed
+
+
+def learned(path: Path, asked: list[Row]) -> list[tuple[list[int], list[int]]]:
+    """What comes before each supervised answer, and the answer, as they are read to be learned."""
+    rows = [row.content for row in read_answers(path, prompt_keys(asked))]
+    return [
+        (row["input_ids"][:start], row["input_ids"][start:end])
+        for row in rows
+        if row
+        for start, end in spans(row)
+    ]
+
+
+@pytest.mark.parametrize(("template", "rows_each"), [(TAKES_OUT_THE_THINKING, 3), (None, 1)])
+def test_every_answer_is_learned_once_in_the_context_in_which_it_was_generated(
+    target: Target, words: Any, tmp_path: Path, template: str | None, rows_each: int
+) -> None:
+    asked, tokenizer = three_turns(words, template)
+    path = tmp_path / "answers.jsonl"
+    given: list[tuple[list[int], list[int]]] = []
+
+    def watched(target: Target, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
+        answers = generate_answers(target, prompts, *rest)
+        given.extend(zip(prompts, answers, strict=True))
+        return answers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("payload.data.regenerate.generate_answers", watched)
+        regenerate(asked, says(target, words, "o", "h", "e" if template else "o"), tokenizer, path, SETTINGS)
+    assert len(given) == 6
+    assert sorted(learned(path, asked)) == sorted(given)
+    assert all(len(line.get("earlier", [])) + 1 == rows_each for line in lines(path))
+    packed = tmp_path / "packed.safetensors"
+    made = prepare(read_answers(path, prompt_keys(asked)), tokenizer, 200, 1, packed)
+    assert made.documents == 2 * rows_each
+    assert made.loss_tokens == sum(len(answer) for _, answer in given)
+
+
+def test_a_line_that_was_cut_off_between_its_rows_is_answered_again(
+    target: Target, words: Any, tmp_path: Path
+) -> None:
+    asked, tokenizer = three_turns(words, TAKES_OUT_THE_THINKING)
+    path, own = tmp_path / "answers.jsonl", says(target, words, "o", "h", "e")
+    regenerate(asked, own, tokenizer, path, SETTINGS)
+    whole, expected = path.read_bytes(), learned(path, asked)
+    first, second = whole.splitlines(keepends=True)
+    for end in range(0, len(second), 97):
+        path.write_bytes(first + second[:end])
+        counts = regenerate(asked, own, tokenizer, path, SETTINGS)
+        assert (counts["kept"], counts["answered"]) == (1, 1)
+        assert path.read_bytes() == whole
+        assert learned(path, asked) == expected
+
+
+TOKENS = lists(integers(0, 1), min_size=1, max_size=3)
+
+
+@given(lists(tuples(booleans(), TOKENS, TOKENS), min_size=1, max_size=5))
+@settings(deadline=None)
+def test_rows_are_as_few_as_can_hold_every_answer_whatever_is_rendered_of_the_earlier_ones(
+    turns: list[tuple[bool, list[int], list[int]]],
+) -> None:
+    """Of each turn: whether its prompt begins with all that was said, what else is in it, and the answer."""
+    spoken: list[tuple[list[int], list[int]]] = []
+    for goes_on, more, answer in turns:
+        said = [*spoken[-1][0], *spoken[-1][1]] if goes_on and spoken else []
+        spoken.append((said + more, answer))
+    documents = _documents(spoken)
+    whole = [prompt + answer for prompt, answer in spoken]
+    of_their_own = [
+        ids
+        for number, ids in enumerate(whole)
+        if not any(later[: len(ids)] == ids for later in whole[number + 1 :])
+    ]
+    assert [document["input_ids"] for document in documents] == of_their_own
+    holders = []
+    for prompt, answer in spoken:
+        start, end = len(prompt), len(prompt) + len(answer)
+        holders.append([row for row in documents if row["input_ids"][:end] == prompt + answer][-1])
+        assert all(holders[-1]["loss_mask"][start:end])
+    for document in documents:
+        expected = [False] * len(document["input_ids"])
+        for holder, (prompt, answer) in zip(holders, spoken, strict=True):
+            if holder is document:
+                expected[len(prompt) : len(prompt) + len(answer)] = [True] * len(answer)
+        assert document["loss_mask"] == expected
 
 
 def spans(line: dict[str, Any]) -> list[tuple[int, int]]:
