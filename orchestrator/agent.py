@@ -11,8 +11,9 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from orchestrator.answers import understood
 from orchestrator.command import Completed
 from orchestrator.container import Container
 from orchestrator.desk_account import user_name
@@ -28,6 +29,8 @@ from orchestrator.retry import repeat
 
 PROTOCOL = 1
 LINE_LIMIT_BYTES = 8 * 1024 * 1024
+_MOST_NESTED = 64
+"""Objects and lists in each other. No answer needs a tenth of it, and what shows one goes down into it."""
 IDLE_TIMEOUT_S = 60.0
 """Every verb that takes long sends progress or an ``alive`` event well within this."""
 
@@ -45,6 +48,7 @@ _MAKE_COMMAND = re.compile(
     r"\bmake (?:deploy|venv|warmup|train|logs|status|stop|fetch|evaluate|put|prune|locks|cache)\b(?! HOST=)"
 )
 
+T = TypeVar("T")
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
 
@@ -77,6 +81,26 @@ class Agent:
         """The agent of whatever release is deployed: for looking at a container, not for changing it."""
         return cls(container, f"{container.settings.root}/current/payload/agent")
 
+    def ask(
+        self,
+        shape: type[T],
+        verb: str,
+        request: Mapping[str, Any] | None = None,
+        *,
+        on_event: OnEvent = lambda _: None,
+        timeout_s: float | None = None,
+        idle_timeout_s: float | None = IDLE_TIMEOUT_S,
+    ) -> T:
+        """Ask as :meth:`call` does for an answer that is read: a ``shape`` of :mod:`orchestrator.answers`.
+
+        Raises :class:`orchestrator.answers.NotUnderstood` for any other.
+        """
+        answer = self.call(
+            verb, request, on_event=on_event, timeout_s=timeout_s, idle_timeout_s=idle_timeout_s
+        )
+        asked = str((request or {}).get("module", verb))
+        return understood(shape, answer, self.container, asked)
+
     def call(
         self,
         verb: str,
@@ -86,7 +110,7 @@ class Agent:
         timeout_s: float | None = None,
         idle_timeout_s: float | None = IDLE_TIMEOUT_S,
     ) -> dict[str, Any]:
-        """Ask ``verb`` of the agent and return its result.
+        """Ask ``verb`` of the agent and return its result as it came, which nobody has looked at.
 
         ``on_event`` takes each event as it comes. A verb that may be repeated is, when the link breaks. Raises what
         the agent's error says (see :mod:`orchestrator.errors`), :class:`NoAnswer` when there was no final line, and
@@ -173,13 +197,6 @@ def _is_missing(done: Completed) -> bool:
     return "can't open file" in stderr or "can't find '__main__' module" in stderr
 
 
-class _Answer(dict[str, Any]):
-    """An object of a verb's answer, whose missing parts are the container's fault and not the desk's."""
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise RemoteError(f"The agent's answer lacks {name!r}.", "Deploy again, then try again.")
-
-
 class _Replies:
     """Splits the agent's output into lines and keeps those that bear the nonce."""
 
@@ -206,10 +223,10 @@ class _Replies:
 
     def _take(self, line: bytes) -> None:
         try:
-            reply = json.loads(line, object_hook=_Answer)
+            reply = json.loads(line)
         except (ValueError, RecursionError):
             return
-        if not isinstance(reply, dict) or reply.get("nonce") != self._nonce:
+        if not isinstance(reply, dict) or reply.get("nonce") != self._nonce or _nests_deeply(reply):
             return
         if self.result is not None or self.error is not None:
             return
@@ -219,3 +236,13 @@ class _Replies:
             self.error = reply["error"]
         elif "event" in reply:
             self._on_event(reply)
+
+
+def _nests_deeply(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        inner = (part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer))
+        level = [part for part in inner if isinstance(part, (dict, list))]
+        if not level:
+            return False
+    return True

@@ -6,37 +6,36 @@ import time
 from typing import Any
 
 from orchestrator.agent import Agent
+from orchestrator.answers import Cache, Caches, PrunedCaches, Verified
 from orchestrator.console import Console, StepReport, size_text
 from orchestrator.warmup import call_module
 
 MANAGE = "payload.compile.manage"
 
 
-def list_caches(agent: Agent, report: StepReport) -> list[dict[str, Any]]:
+def list_caches(agent: Agent, report: StepReport) -> list[Cache]:
     """Every cache with its size, whether it is warm, and the runs that pin it."""
-    caches: list[dict[str, Any]] = call_module(agent, MANAGE, {"action": "list"}, None, None, report)[
-        "caches"
-    ]
-    return caches
+    return call_module(Caches, agent, MANAGE, {"action": "list"}, None, None, report)["caches"]
 
 
 def show_cache(agent: Agent, fingerprint: str, report: StepReport) -> dict[str, Any]:
     """One cache with the facts behind its name. Raises :class:`orchestrator.errors.UsageError` for an unknown one."""
-    return call_module(agent, MANAGE, {"action": "show", "fingerprint": fingerprint}, None, None, report)
+    request = {"action": "show", "fingerprint": fingerprint}
+    return call_module(dict[str, Any], agent, MANAGE, request, None, None, report)
 
 
 def verify_cache(agent: Agent, fingerprint: str, report: StepReport) -> list[str]:
     """What of a cache is not as its manifest says; empty when it is whole."""
-    found = call_module(agent, MANAGE, {"action": "verify", "fingerprint": fingerprint}, None, None, report)
-    return [str(wrong) for wrong in found["wrong"]]
+    request = {"action": "verify", "fingerprint": fingerprint}
+    return call_module(Verified, agent, MANAGE, request, None, None, report)["wrong"]
 
 
-def prune_caches(agent: Agent, report: StepReport, *, apply: bool) -> dict[str, Any]:
+def prune_caches(agent: Agent, report: StepReport, *, apply: bool) -> PrunedCaches:
     """Remove the caches that no run pins and no warm-up is filling; without ``apply`` only say which they are."""
-    return call_module(agent, MANAGE, {"action": "prune", "apply": apply}, None, None, report)
+    return call_module(PrunedCaches, agent, MANAGE, {"action": "prune", "apply": apply}, None, None, report)
 
 
-def show_caches(console: Console, caches: list[dict[str, Any]]) -> None:
+def show_caches(console: Console, caches: list[Cache]) -> None:
     rows = [
         (
             cache["fingerprint"],

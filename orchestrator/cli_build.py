@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from orchestrator.agent import Agent
+from orchestrator.answers import Locks, Pruned, RemovedRun
 from orchestrator.cli_options import (
     CtOption,
     HostOption,
@@ -109,13 +110,13 @@ def prune(
             if not apply:
                 report.outcome = f"would remove {gone}; nothing was. Remove: APPLY=1 (--apply)"
                 return
-        removed = agent.call("prune", {"keep": keep}, on_event=report.on_event)["removed"]
+        removed = agent.ask(Pruned, "prune", {"keep": keep}, on_event=report.on_event)["removed"]
         report.outcome = (f"removed {gone}; " if gone else "") + (
             f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
         )
 
 
-def _runs(runs: list[dict[str, Any]]) -> str:
+def _runs(runs: list[RemovedRun]) -> str:
     count = len(runs)
     size = size_text(sum(run["bytes"] for run in runs))
     return f"{count} run{'' if count == 1 else 's'} ({size})"
@@ -134,7 +135,8 @@ def locks(
     console = Console()
     # Of the release that is there: a hanging deploy would hold up another.
     with open_container(console, host, ct, inventory) as container, console.step("locks") as report:
-        found = Agent.current(container).call("locks", {"break": broken}, on_event=report.on_event)
+        agent = Agent.current(container)
+        found = agent.ask(Locks, "locks", {"break": broken}, on_event=report.on_event)
         ended = f"ended the holder of {broken}; " if broken else ""
         report.outcome = f"{ended}{len(found['locks'])} held"
     if as_json:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,6 +44,7 @@ def estimate(
 ) -> None:
     """Estimate the GPU memory of each role of a recipe. Asks a container only when one is named."""
     console = Console()
+    found: Sequence[Mapping[str, Any]]
     if host is not None or ct is not None:
         with open_container(console, host, ct, inventory) as container:
             resolved = resolve_recipe(container.settings, recipe, override or ())

@@ -29,7 +29,7 @@ from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.logs import LogEnd, show_logs
 from orchestrator.recipes import make_arguments, recipe_to_resume, resolve_recipe
 from orchestrator.records import RUN_ID
-from orchestrator.status import checkpoints_of, newest_of, newest_run, runs_of
+from orchestrator.status import checkpoints_of, newest_of, newest_run, run_of, runs_of
 from orchestrator.status import stop as stop_run
 from orchestrator.train import prepare, start_job
 
@@ -199,7 +199,7 @@ _END_WORDS = {"failed": "failed", "stopped": "was stopped", "lost": "was lost"}
 
 def _reason(agent: Agent, run_id: str) -> str:
     """Why a run ended as it did, as far as its metrics and its supervisor say."""
-    [run] = runs_of(agent, run_id)
+    run = run_of(agent, run_id)
     reason = (run.get("last_metrics") or {}).get("verdict") or run.get("reason")
     return f": {str(reason).rstrip('.')}." if reason and run["state"] == "failed" else "."
 

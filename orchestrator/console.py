@@ -83,9 +83,9 @@ class StepReport:
     def on_event(self, event: dict[str, Any]) -> None:
         """Show an agent's event."""
         if event["event"] == "progress":
-            done, total = (event.get(name) for name in ("done", "total"))
-            counted = isinstance(done, int) and isinstance(total, int)
-            self.update(str(event.get("message", "")), *((done, total) if counted else ()))
+            counts = [event.get(name) for name in ("done", "total")]
+            counted = all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
+            self.update(str(event.get("message", "")), *(counts if counted else ()))
         elif event["event"] == "note":
             self.note(str(event.get("message", "")))
 

@@ -87,7 +87,10 @@ def look(agent: Agent, needs: Needs, report: StepReport) -> Seen:
         config = pool.submit(agent.container.configuration)
         asked = time.time()
         question = {"port": needs.port, "paths": needs.paths}
-        facts = agent.call("facts", question, on_event=report.on_event, timeout_s=FACTS_TIMEOUT_S)
+        # What is in them counts as not known where it is none of what a check looks for.
+        facts = agent.ask(
+            dict[str, Any], "facts", question, on_event=report.on_event, timeout_s=FACTS_TIMEOUT_S
+        )
         answered = time.time()
         told = number(facts.get("time"))
         return Seen(
@@ -129,7 +132,7 @@ def try_cuda(
         "timeout_s": CUDA_TIMEOUT_S,
     }
     try:
-        return replace(seen, cuda=agent.call("call", request, on_event=report.on_event))
+        return replace(seen, cuda=agent.ask(dict[str, Any], "call", request, on_event=report.on_event))
     except RemoteError as error:
         # A crash in the driver's library is what was looked for.
         return replace(seen, cuda={"error": error.message})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.agent import Agent
+from orchestrator.answers import Estimate, Estimates
 from orchestrator.console import Console, StepReport
 from orchestrator.errors import UsageError
 from orchestrator.warmup import call_module
@@ -27,15 +29,14 @@ def estimate(recipe: Recipe, config: Path | None = None) -> list[dict[str, Any]]
         raise UsageError(error.message, error.hint) from None
 
 
-def estimate_in_container(agent: Agent, recipe: Recipe, report: StepReport) -> list[dict[str, Any]]:
+def estimate_in_container(agent: Agent, recipe: Recipe, report: StepReport) -> list[Estimate]:
     """The same, by the target's config as the container has it; needs a venv there."""
     report.update("asking for the target's sizes")
-    answer = call_module(agent, "payload.estimate", {"recipe": recipe.to_dict()}, None, None, report)
-    estimates: list[dict[str, Any]] = answer["estimates"]
-    return estimates
+    request = {"recipe": recipe.to_dict()}
+    return call_module(Estimates, agent, "payload.estimate", request, None, None, report)["estimates"]
 
 
-def show_estimates(console: Console, recipe: Recipe, estimates: list[dict[str, Any]]) -> None:
+def show_estimates(console: Console, recipe: Recipe, estimates: Sequence[Mapping[str, Any]]) -> None:
     """A table for each role."""
     for one in estimates:
         ranks = ", ".join(map(str, one["ranks"]))

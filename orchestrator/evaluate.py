@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.agent import Agent
+from orchestrator.answers import Evaluation
 from orchestrator.console import Console, StepReport
 from orchestrator.errors import RefusedError
 from orchestrator.recipes import job_gpus
@@ -37,7 +38,7 @@ class Question:
     """Prompts decoded together; 1 tells the speed of serving one person. None: the payload's choice."""
 
 
-def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bool = False) -> dict[str, Any]:
+def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bool = False) -> Evaluation:
     """The answer of ``payload.evaluate``, computed with the venv in use.
 
     Raises :class:`RefusedError` while a job runs in the container, unless ``beside`` it is asked for, and
@@ -59,7 +60,8 @@ def evaluate(agent: Agent, question: Question, report: StepReport, *, beside: bo
         **({"max_new_tokens": question.max_new_tokens} if question.max_new_tokens is not None else {}),
     }
     report.update("starting")
-    return agent.call(
+    return agent.ask(
+        Evaluation,
         "call",
         {
             "module": "payload.evaluate",
@@ -86,7 +88,7 @@ def _refuse_beside_a_job(agent: Agent, runs: Sequence[Mapping[str, Any]]) -> Non
             )
 
 
-def show_evaluation(console: Console, found: Mapping[str, Any]) -> None:
+def show_evaluation(console: Console, found: Evaluation) -> None:
     """The answer of :func:`evaluate` as tables."""
     rows = [
         ("accepted length (tokens per target forward)", f"{found['accepted_length']:.2f}"),
@@ -109,7 +111,7 @@ def _ratio(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.2f} x"
 
 
-def _identical(found: Mapping[str, Any]) -> str:
+def _identical(found: Evaluation) -> str:
     if found["identical"] is None:
         return "not comparable: sampled"
     return f"{found['identical']} of {found['prompts']}"

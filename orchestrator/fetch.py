@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from orchestrator import told_names
 from orchestrator.agent import Agent
+from orchestrator.answers import NAME, Files
 from orchestrator.console import StepReport
 from orchestrator.container import Container
 from orchestrator.errors import RefusedError, RemoteError, UsageError
 from orchestrator.records import mark_fetched
-from orchestrator.told_names import told_path
 from payload.agent.checksum import file_sha256
 
 
@@ -37,7 +36,7 @@ def fetch(container: Container, agent: Agent, run_id: str, folder: Path, report:
     a file's name would leave the folder or its bytes are not those listed, :class:`RefusedError` while another fetch
     writes there, and :class:`UsageError` when ``run_id`` is none or the desk cannot write.
     """
-    if not told_names.RUN.fullmatch(run_id):
+    if not NAME.fullmatch(run_id):
         raise UsageError(f"{run_id}: not a run id.", "`status` lists the runs of a container.")
     home = folder / run_id
     listing = _listing(container, agent, run_id, report)
@@ -80,11 +79,8 @@ class _Listed:
 
 
 def _listing(container: Container, agent: Agent, run_id: str, report: StepReport) -> list[_Listed]:
-    files = []
-    for file in agent.call("files", {"run_id": run_id}, on_event=report.on_event)["files"]:
-        path = told_path(file["path"], container)
-        files.append(_Listed(path, int(file["size"]), str(file["sha256"])))
-    return files
+    found = agent.ask(Files, "files", {"run_id": run_id}, on_event=report.on_event)
+    return [_Listed(PurePosixPath(file["path"]), file["size"], file["sha256"]) for file in found["files"]]
 
 
 def _checkpoint(path: PurePosixPath) -> PurePosixPath | None:

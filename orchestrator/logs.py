@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 import time
 from collections.abc import Callable
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.agent import Agent, NoAnswer
-from orchestrator.errors import RemoteError, TransportError
+from orchestrator.answers import LogPiece, LogRead, decoded, understood
+from orchestrator.errors import TransportError
 
 FOLLOW_IDLE_TIMEOUT_S = 30.0
 RECONNECT_ATTEMPTS = 10
@@ -48,14 +48,9 @@ def show_logs(
     def on_event(event: dict[str, Any]) -> None:
         if event["event"] != "log":
             return
-        try:
-            data = base64.b64decode(event["data"], validate=True)
-            position["offset"] = int(event["offset"]) + len(data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RemoteError(
-                f"A piece of the log cannot be read: {error}.", "Deploy again, then try again."
-            ) from None
-        position["run_id"] = event.get("run_id") or position["run_id"]
+        piece = understood(LogPiece, event, agent.container, "logs")
+        data = decoded(piece["data"], agent.container, "logs")
+        position.update(offset=piece["offset"] + len(data), run_id=piece["run_id"])
         write(data)
 
     failures = 0
@@ -69,7 +64,7 @@ def show_logs(
             "since_s": since_s if seen is None else None,
         }
         try:
-            end = agent.call("logs", request, on_event=on_event, idle_timeout_s=FOLLOW_IDLE_TIMEOUT_S)
+            end = agent.ask(LogRead, "logs", request, on_event=on_event, idle_timeout_s=FOLLOW_IDLE_TIMEOUT_S)
         except TransportError as error:
             never_answered = isinstance(error, NoAnswer) and position["offset"] is None
             failures = 1 if position["offset"] != seen else failures + 1
@@ -79,7 +74,7 @@ def show_logs(
             notify(f"{error.message} The job is not touched by that; reading on in {wait_s:.1f} s")
             time.sleep(wait_s)
         else:
-            return LogEnd(str(end["run_id"]), str(end["state"]), int(end["offset"]))
+            return LogEnd(end["run_id"], end["state"], end["offset"])
 
 
 def _wait_s(failures: int) -> float:

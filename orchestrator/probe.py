@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.agent import Agent
+from orchestrator.answers import Status
 from orchestrator.console import Console, StepReport
 from orchestrator.warmup import call_module
 
@@ -12,11 +13,11 @@ from orchestrator.warmup import call_module
 def probe(agent: Agent, report: StepReport) -> dict[str, Any]:
     """Facts of the container, and of the venv when there is one: torch's build, its tracing flag, limits, caches."""
     report.update("asking the container")
-    facts = agent.call("facts", on_event=report.on_event, timeout_s=120.0)
+    facts = agent.ask(dict[str, Any], "facts", on_event=report.on_event, timeout_s=120.0)
     found: dict[str, Any] = {"container": facts, "venv": None}
-    if agent.call("status", timeout_s=60.0).get("venv"):
+    if agent.ask(Status, "status", timeout_s=60.0).get("venv"):
         report.update("asking its torch")
-        found["venv"] = call_module(agent, "payload.probe", {}, None, None, report)
+        found["venv"] = call_module(dict[str, Any], agent, "payload.probe", {}, None, None, report)
     return found
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from orchestrator import told_names
 from orchestrator.agent import Agent
+from orchestrator.answers import RemovedRuns
 from orchestrator.console import Console, StepReport, size_text
-from orchestrator.errors import RemoteError
 from orchestrator.records import load_record
-from orchestrator.told_names import told_name
 
 REMOVAL_IDLE_TIMEOUT_S = 600.0
 
 
 def remove_runs(
     agent: Agent, report: StepReport, *, keep: int | None, run_ids: Sequence[str] | None, apply: bool
-) -> dict[str, Any]:
+) -> RemovedRuns:
     """Remove the runs ``run_ids``, or all but the newest ``keep``; without ``apply`` only tell which they are.
 
     Returns what the agent's verb of that name does. Raises :class:`orchestrator.errors.RefusedError` for a named run
@@ -25,32 +22,16 @@ def remove_runs(
     """
     report.update("looking at the runs")
     request = {"keep": keep, "run_ids": list(run_ids) if run_ids else None, "apply": apply}
-    found = agent.call(
-        "remove_runs", request, on_event=report.on_event, idle_timeout_s=REMOVAL_IDLE_TIMEOUT_S
-    )
-    runs, kept = found["runs"], found["kept"]
-    if (
-        not isinstance(kept, dict)
-        or not isinstance(runs, list)
-        or not all(_is_described(run) for run in runs)
-    ):
-        raise RemoteError(f"{agent.container}: what `remove_runs` answers is no list of runs.")
-    for run in runs:
-        told_name(run["run_id"], told_names.RUN, "run", agent.container)
-    return found
-
-
-def _is_described(run: object) -> bool:
-    size = run.get("bytes") if isinstance(run, dict) else None
-    return (
-        isinstance(run, dict)
-        and type(size) is int
-        and 0 <= size < 1 << 63
-        and {"run_id", "state"} <= run.keys()
+    return agent.ask(
+        RemovedRuns,
+        "remove_runs",
+        request,
+        on_event=report.on_event,
+        idle_timeout_s=REMOVAL_IDLE_TIMEOUT_S,
     )
 
 
-def show_removed_runs(console: Console, found: Mapping[str, Any]) -> None:
+def show_removed_runs(console: Console, found: RemovedRuns) -> None:
     """The runs with their sizes and where this desk has brought them; those that stay, and why."""
     rows = [
         (run["run_id"], run["state"], size_text(run["bytes"]), _home(run["run_id"])) for run in found["runs"]

@@ -57,7 +57,7 @@ def recipe_of_run(container: Container, run_id: str) -> Recipe:
         raise container.explain(read, f"the recipe of run {run_id} could not be read")
     try:
         return recipe_from_dict(json.loads(read.stdout)["recipe"], f"the recipe of run {run_id}")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"The spec of run {run_id} holds no recipe.") from None
     except PayloadError as error:
         raise UsageError(error.message, "Name the recipe: RECIPE= (--recipe).") from None

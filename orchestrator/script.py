@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent import Agent
+from orchestrator.answers import Output, ScriptEnd, decoded, understood
 from orchestrator.errors import UsageError
 
 MOST_BYTES = 4 * 1024 * 1024
@@ -35,7 +36,8 @@ def run_script(
 
     def on_event(event: dict[str, Any]) -> None:
         if event["event"] == "output":
-            write(str(event["stream"]), base64.b64decode(event["data"]))
+            output = understood(Output, event, agent.container, "script")
+            write(output["stream"], decoded(output["data"], agent.container, "script"))
 
     request = {
         "name": file.name,
@@ -45,7 +47,7 @@ def run_script(
         "venv": in_venv,
         "timeout_s": timeout_s,
     }
-    return int(agent.call("script", request, on_event=on_event)["exit_status"])
+    return agent.ask(ScriptEnd, "script", request, on_event=on_event)["exit_status"]
 
 
 def _content(file: Path) -> bytes:

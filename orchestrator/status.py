@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from orchestrator import told_names
 from orchestrator.agent import Agent
+from orchestrator.answers import NotUnderstood, Run, Status, Stopped
 from orchestrator.console import Console, StepReport, size_text
-from orchestrator.errors import RemoteError, UsageError
-from orchestrator.told_names import told_name
+from orchestrator.errors import UsageError
 from payload.agent.state import ACTIVE
 
 STOP_GRACE_S = 30.0
@@ -22,28 +21,22 @@ def is_active(run: Mapping[str, Any]) -> bool:
     return run["state"] in ACTIVE or bool(run.get("left"))
 
 
-def status(agent: Agent, run_id: str | None = None) -> dict[str, Any]:
-    """The container's runs (or one), newest first, what is deployed, caches, disk and GPUs, as the agent sees them now.
-
-    Raises :class:`RemoteError` for an answer whose runs are none.
-    """
-    return _checked(agent, agent.call("status", {"run_id": run_id}, timeout_s=60.0))
+def status(agent: Agent, run_id: str | None = None) -> Status:
+    """The container's runs (or one), newest first, what is deployed, caches, disk and GPUs, as the agent sees them."""
+    return agent.ask(Status, "status", {"run_id": run_id}, timeout_s=60.0)
 
 
-def runs_of(agent: Agent, run_id: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """The container's runs alone (or one), newest first, which is all that most steps ask for. Raises the same."""
-    asked = {"run_id": run_id, "runs_only": True}
-    runs: Sequence[Mapping[str, Any]] = _checked(agent, agent.call("status", asked, timeout_s=60.0))["runs"]
-    return runs
+def runs_of(agent: Agent, run_id: str | None = None) -> list[Run]:
+    """The container's runs alone (or one), newest first, which is all that most steps ask for."""
+    return agent.ask(Status, "status", {"run_id": run_id, "runs_only": True}, timeout_s=60.0)["runs"]
 
 
-def _checked(agent: Agent, found: dict[str, Any]) -> dict[str, Any]:
-    runs = found["runs"]
-    if not isinstance(runs, list) or not all(isinstance(run, Mapping) for run in runs):
-        raise RemoteError(f"{agent.container}: what `status` tells as its runs is no list of runs.")
-    for run in runs:
-        told_name(run["run_id"], told_names.RUN, "run", agent.container)
-    return found
+def run_of(agent: Agent, run_id: str) -> Run:
+    """The one run of that id."""
+    runs = runs_of(agent, run_id)
+    if len(runs) != 1 or runs[0]["run_id"] != run_id:
+        raise NotUnderstood(agent.container, "status", f"runs are not run {run_id} alone")
+    return runs[0]
 
 
 def newest_run(agent: Agent, *, active: bool = False) -> str:
@@ -75,22 +68,21 @@ def newest_with_a_checkpoint(agent: Agent, runs: Sequence[Mapping[str, Any]]) ->
     )
 
 
-def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP_GRACE_S) -> dict[str, Any]:
+def stop(agent: Agent, run_id: str, report: StepReport, *, grace_s: float = STOP_GRACE_S) -> Stopped:
     """End a run: ask its processes, wait ``grace_s``, kill what is left; returns when none is left."""
     report.update(f"asking run {run_id} to end")
-    return agent.call(
-        "stop", {"run_id": run_id, "grace_s": grace_s}, on_event=report.on_event, timeout_s=grace_s + 120
-    )
+    request = {"run_id": run_id, "grace_s": grace_s}
+    return agent.ask(Stopped, "stop", request, on_event=report.on_event, timeout_s=grace_s + 120)
 
 
-def show_status(console: Console, found: dict[str, Any], place: str) -> None:
+def show_status(console: Console, found: Status, place: str) -> None:
     """The answer of :func:`status` as tables; ``place`` means the container on make's command line."""
     console.line(f"release {found.get('release') or 'none'}, venv {found.get('venv') or 'none'}", "bold")
     console.table(RUN_COLUMNS, [tuple(_cells(run).values()) for run in found["runs"]])
     for run in found["runs"]:
-        if run.get("left"):
+        if left := run.get("left"):
             console.line(
-                f"run {run['run_id']} lost its supervisor, but {len(run['left'])} of its processes go on. "
+                f"run {run['run_id']} lost its supervisor, but {len(left)} of its processes go on. "
                 f"End them: make stop RUN_ID={run['run_id']} {place}",
                 "yellow",
             )
@@ -111,11 +103,11 @@ def show_status(console: Console, found: dict[str, Any], place: str) -> None:
         console.table(tuple(gpus[0]), [tuple(gpu.values()) for gpu in gpus])
 
 
-def overview(found: dict[str, Any]) -> tuple[object, ...]:
+def overview(found: Status) -> tuple[object, ...]:
     """A container's row among many, under :data:`OVERVIEW`: its active run, else its newest."""
     runs = found["runs"]
     shown = next((run for run in runs if is_active(run)), runs[0] if runs else None)
-    cells = _cells(shown) if shown else {"run": "no run yet"}
+    cells: dict[str, object] = _cells(shown) if shown else {"run": "no run yet"}
     cells |= {"release": found.get("release"), "GPUs": len(found.get("gpus") or []) or ""}
     return tuple(cells.get(column, "") for column in OVERVIEW)
 
@@ -150,14 +142,11 @@ RUN_COLUMNS = (
 
 def checkpoints_of(run: Mapping[str, Any]) -> list[int]:
     """The steps of a run's whole checkpoints, as far as :func:`status` told them."""
-    steps = run.get("checkpoints")
-    return sorted(step for step in steps if type(step) is int) if isinstance(steps, list) else []
+    return sorted(run.get("checkpoints") or [])
 
 
-def _cells(run: Mapping[str, Any]) -> dict[str, object]:
-    told = run.get("last_metrics")
-    metrics = told if isinstance(told, Mapping) else {}
-    log_bytes = run.get("log_bytes")
+def _cells(run: Run) -> dict[str, object]:
+    metrics = run.get("last_metrics") or {}
     return {
         "run": run["run_id"],
         "recipe": run.get("recipe"),
@@ -168,16 +157,16 @@ def _cells(run: Mapping[str, Any]) -> dict[str, object]:
         "accepted": _number(metrics.get("accepted_length"), 2),
         "tokens/s": _number(metrics.get("tokens_per_s"), 0),
         "checkpoint": next(iter(checkpoints_of(run)[::-1]), None),
-        "log": size_text(int(log_bytes) if _is_finite(log_bytes) else None),
+        "log": size_text(run.get("log_bytes")),
         "exit": run.get("exit_code"),
     }
 
 
-def _age(started: object, ended: object) -> str:
+def _age(started: float | None, ended: float | None) -> str:
     """Between two moments that a container told, the second now where it told none."""
-    if not _is_finite(started):
+    if started is None:
         return ""
-    seconds = int((ended if _is_finite(ended) else time.time()) - started)
+    seconds = int((time.time() if ended is None else ended) - started)
     hours, minutes = seconds // 3600, seconds // 60 % 60
     return (
         f"{hours} h {minutes} min"

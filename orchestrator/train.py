@@ -9,6 +9,7 @@ from typing import Any
 import tenacity
 
 from orchestrator.agent import Agent
+from orchestrator.answers import Started
 from orchestrator.checks import judge, needs_of
 from orchestrator.console import Console, StepReport
 from orchestrator.container import Container
@@ -17,7 +18,7 @@ from orchestrator.doctor import look, refuse_if_unfit, summary, try_cuda
 from orchestrator.errors import RefusedError, RemoteError, TransportError
 from orchestrator.recipes import job_gpus
 from orchestrator.records import RunRecord, new_run_id, save_record
-from orchestrator.status import checkpoints_of, is_active, runs_of
+from orchestrator.status import checkpoints_of, is_active, run_of, runs_of
 from orchestrator.venv import build_venv
 from orchestrator.warmup import Warmed, find_warm, warm_up
 from payload.recipe import Recipe
@@ -161,10 +162,8 @@ def start_job(
         if answer["state"] in ("failed", "lost", "stopped"):
             raise RemoteError(
                 f"run {run_id} did not start on {destination}: {answer.get('reason') or answer['state']}.",
-                str(
-                    answer.get("hint")
-                    or f"Its log, if any: make logs RUN_ID={run_id} {destination.make_arguments}"
-                ),
+                answer.get("hint")
+                or f"Its log, if any: make logs RUN_ID={run_id} {destination.make_arguments}",
             )
         report.outcome = f"run {run_id} started on {destination} with {recipe.topology.world_size} ranks"
     return run_id
@@ -184,7 +183,7 @@ def refuse_while_a_job_runs(agent: Agent) -> None:
 
 def refuse_to_resume_without_a_checkpoint(agent: Agent, run_id: str) -> None:
     """Raises :class:`RefusedError` when the run has no whole checkpoint, or one of its last step."""
-    [run] = runs_of(agent, run_id)
+    run = run_of(agent, run_id)
     place = agent.container.destination.make_arguments
     steps = checkpoints_of(run)
     if not steps:
@@ -196,7 +195,7 @@ def refuse_to_resume_without_a_checkpoint(agent: Agent, run_id: str) -> None:
             else f"Start it anew: make train RECIPE=… {place}   Runs with a checkpoint: make status {place}",
         )
     last = run.get("steps")
-    if isinstance(last, int) and steps[-1] >= last:
+    if last is not None and steps[-1] >= last:
         raise RefusedError(
             f"run {run_id} on {agent.container} has done all its {last} steps.",
             "To train on, start a new run from its drafter: "
@@ -204,7 +203,7 @@ def refuse_to_resume_without_a_checkpoint(agent: Agent, run_id: str) -> None:
         )
 
 
-def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepReport) -> dict[str, Any]:
+def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepReport) -> Started:
     """Ask until there is an answer: a run id starts at most once, so asking again after a broken link is safe."""
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(TransportError),
@@ -216,7 +215,8 @@ def _ask_to_start(agent: Agent, run_id: str, spec: dict[str, Any], report: StepR
         reraise=True,
     )
     try:
-        return retrying(agent.call, "start", {"run_id": run_id, "spec": spec}, on_event=report.on_event)
+        request = {"run_id": run_id, "spec": spec}
+        return retrying(agent.ask, Started, "start", request, on_event=report.on_event)
     except TransportError as error:
         raise TransportError(
             error.message,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.agent import Agent
+from orchestrator.answers import PlatformFacts, Venv
 from orchestrator.console import StepReport
 from orchestrator.container import Container
 from orchestrator.deploy import PAYLOAD
@@ -66,16 +67,16 @@ def build_venv(
         "force": force,
     }
     report.update("is the pinned venv there?")
-    found = agent.call("venv", request | {"check": True}, on_event=report.on_event)
+    found = agent.ask(Venv, "venv", request | {"check": True}, on_event=report.on_event)
     if found["present"] and not force:
         return _built(found, created=False)
-    platform = container_platform(agent.call("facts"))
+    platform = container_platform(agent.ask(PlatformFacts, "facts"))
     request["uv"] = _send_uv(container, platform, report)
     if wheelhouse:
         wheels = download_wheels(settings, platform, PAYLOAD / "requirements.txt", report)
         request["wheelhouse"] = send_wheels(container, wheels, report)
-    built = agent.call("venv", request, on_event=report.on_event, idle_timeout_s=BUILD_IDLE_TIMEOUT_S)
-    return _built(built, created=bool(built["created"]))
+    built = agent.ask(Venv, "venv", request, on_event=report.on_event, idle_timeout_s=BUILD_IDLE_TIMEOUT_S)
+    return _built(built, created=built["created"])
 
 
 def _send_uv(container: Container, platform: Platform, report: StepReport) -> str:
@@ -90,6 +91,6 @@ def _send_uv(container: Container, platform: Platform, report: StepReport) -> st
     return path
 
 
-def _built(result: dict[str, Any], *, created: bool) -> BuiltVenv:
+def _built(result: Venv, *, created: bool) -> BuiltVenv:
     torch = result.get("torch") or {}
-    return BuiltVenv(str(result["venv"]), created, str(torch.get("version", "?")), str(torch.get("git", "?")))
+    return BuiltVenv(result["venv"], created, torch.get("version") or "?", torch.get("git") or "?")

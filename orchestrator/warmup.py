@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from orchestrator import told_names
 from orchestrator.agent import Agent
+from orchestrator.answers import Artifact, Warmup
 from orchestrator.console import StepReport
-from orchestrator.told_names import told_name
 from orchestrator.wheelhouse import cache_folder
 from payload.agent.checksum import file_sha256
 from payload.recipe import Recipe
 
 COMPILE_IDLE_TIMEOUT_S = 1800.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,41 +53,42 @@ def warm_up(
     """
     request: dict[str, Any] = {"recipe": recipe.to_dict(), "prove": prove}
 
-    def ask(**more: object) -> dict[str, Any]:
-        return call_module(agent, "payload.compile.warmup", {**request, **more}, release, venv, report)
+    def ask(**more: object) -> Warmup:
+        asked = {**request, **more}
+        return call_module(Warmup, agent, "payload.compile.warmup", asked, release, venv, report)
 
     report.update("looking at the compile cache")
     result = ask(check=True)
-    if result["compiled"] and not result["warm"]:
-        kept = kept_artifact(_fingerprint(agent, result))
+    if _must_compile(result):
+        kept = kept_artifact(result["fingerprint"])
         result = ask(artifact=_send_artifact(agent, kept, report)) if kept.is_file() else ask()
-    if result["compiled"]:
-        _bring_artifact_home(agent, result, report)
-    return _warmed(agent, result)
+    if result["compiled"] and "artifact" in result:
+        _bring_artifact_home(agent, result["fingerprint"], result["artifact"], report)
+    return _warmed(result)
 
 
 def find_warm(agent: Agent, report: StepReport, *, release: str, venv: str, recipe: Recipe) -> Warmed | None:
     """What :func:`warm_up` would find without compiling; None where it would have to."""
     report.update("looking at the compile cache")
     request = {"recipe": recipe.to_dict(), "check": True}
-    result = call_module(agent, "payload.compile.warmup", request, release, venv, report)
-    return None if result["compiled"] and not result["warm"] else _warmed(agent, result)
+    result = call_module(Warmup, agent, "payload.compile.warmup", request, release, venv, report)
+    return None if _must_compile(result) else _warmed(result)
 
 
-def _warmed(agent: Agent, result: Mapping[str, Any]) -> Warmed:
+def _must_compile(result: Warmup) -> bool:
+    return result["compiled"] and not result.get("warm")
+
+
+def _warmed(result: Warmup) -> Warmed:
     return Warmed(
-        cache=_fingerprint(agent, result),
-        compiled=bool(result["compiled"]),
-        seconds=float(result.get("seconds", 0.0)),
-        hits=int(result.get("hits", 0)),
-        misses=int(result.get("misses", 0)),
-        reason=str(result.get("reason", "")),
-        source=str(result.get("source", "")),
+        cache=result["fingerprint"],
+        compiled=result["compiled"],
+        seconds=result.get("seconds", 0.0),
+        hits=result.get("hits", 0),
+        misses=result.get("misses", 0),
+        reason=result.get("reason", ""),
+        source=result.get("source", ""),
     )
-
-
-def _fingerprint(agent: Agent, result: Mapping[str, Any]) -> str:
-    return told_name(result["fingerprint"], told_names.FINGERPRINT, "compile cache", agent.container)
 
 
 def kept_artifact(fingerprint: str) -> Path:
@@ -105,30 +106,31 @@ def _send_artifact(agent: Agent, artifact: Path, report: StepReport) -> str:
     return path
 
 
-def _bring_artifact_home(agent: Agent, result: Mapping[str, Any], report: StepReport) -> None:
-    artifact, fingerprint = result["artifact"], _fingerprint(agent, result)
+def _bring_artifact_home(agent: Agent, fingerprint: str, artifact: Artifact, report: StepReport) -> None:
     home = kept_artifact(fingerprint)
     if home.is_file() and file_sha256(home) == artifact["sha256"]:
         return
     agent.container.download(
         f"{agent.container.settings.root}/cache/{fingerprint}/{PurePosixPath(artifact['path']).name}",
         home,
-        size=int(artifact["bytes"]),
-        sha256=str(artifact["sha256"]),
+        size=artifact["bytes"],
+        sha256=artifact["sha256"],
         on_progress=lambda done, total: report.update("bringing the compiled artifact home", done, total),
     )
 
 
 def call_module(
+    shape: type[T],
     agent: Agent,
     module: str,
     request: dict[str, Any],
     release: str | None,
     venv: str | None,
     report: StepReport,
-) -> dict[str, Any]:
+) -> T:
     """Run one of the payload's modules in the container's venv (the current ones without names)."""
-    return agent.call(
+    return agent.ask(
+        shape,
         "call",
         {"module": module, "request": request, "release": release, "venv": venv, "cache": None, "env": {}},
         on_event=report.on_event,

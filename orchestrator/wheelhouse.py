@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import uv
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
+from orchestrator.answers import PlatformFacts
 from orchestrator.console import StepReport
 from orchestrator.container import Container
 from orchestrator.desk_account import own_path
@@ -78,16 +80,16 @@ class Platform:
         return sys.platform == "linux" and os.uname().machine == self.machine
 
 
-def container_platform(facts: Mapping[str, Any]) -> Platform:
+def container_platform(facts: PlatformFacts) -> Platform:
     """The platform that a container's facts describe. Raises :class:`RefusedError` without glibc."""
-    libc, version = facts.get("libc") or ["", ""]
+    libc, version = facts["libc"]
     if libc != "glibc":
         raise RefusedError(
             f"The container's C library is {libc or 'unknown'}, and torch's wheels need glibc.",
             "Use a container with a glibc distribution, such as Debian or Ubuntu.",
         )
-    major, minor = (int(part) for part in str(version).split(".")[:2])
-    return Platform(str(facts["machine"]), (major, minor), str(facts["python"]["version"]))
+    major, minor = (int(part) for part in re.findall(r"\d+", version)[:2])
+    return Platform(facts["machine"], (major, minor), facts["python"]["version"])
 
 
 def download_uv(platform: Platform, report: StepReport) -> Path:

@@ -310,7 +310,7 @@ def test_an_answer_that_is_hostile_or_broken_is_an_error_in_words(
 def test_a_log_that_is_none_is_an_error_in_words(hostile: Callable[[str], Desk]) -> None:
     done = hostile("no log").run("logs")
     assert done.status == RemoteError.exit_status
-    assert "A piece of the log cannot be read" in done.text
+    assert "its answer to `logs` is not understood" in done.text
 
 
 def test_a_file_that_is_listed_outside_the_run_is_not_written(
@@ -318,7 +318,7 @@ def test_a_file_that_is_listed_outside_the_run_is_not_written(
 ) -> None:
     done = hostile("paths").run("fetch", "--to", str(tmp_path / "a" / "b"))
     assert done.status == RemoteError.exit_status
-    assert "lists a file outside the run" in done.text
+    assert "files[0].path is no path of a file in the run" in done.text
     assert not list(tmp_path.rglob("escaped*"))
 
 
@@ -328,7 +328,7 @@ def test_a_newest_run_whose_id_is_a_way_out_is_not_fetched(
     lxc.run(["touch", "/opt/hostile/authorized_keys"])
     done = hostile("run ids").run("fetch", "--to", str(tmp_path / "a" / "b"))
     assert done.status == RemoteError.exit_status
-    assert "tells of a run '../../opt/hostile'" in done.text
+    assert "runs[0].run_id is no name of a run: '../../opt/hostile'" in done.text
     assert not list(tmp_path.rglob("authorized_keys"))
     assert not (tmp_path / "a").exists()
 

@@ -261,7 +261,7 @@ def test_fetch_writes_nothing_outside_its_folder(
         def call(self, verb: str, request: Any = None, **options: Any) -> dict[str, Any]:
             return {"files": [{"path": path, "size": 1, "sha256": "0" * 64}]}
 
-    with pytest.raises(RemoteError, match="outside the run"), QUIET.step("fetch") as report:
+    with pytest.raises(RemoteError, match="is no path of a file in the run"), QUIET.step("fetch") as report:
         fetch(container, Hostile(container, "agent"), "20200101-000000-abcdef", tmp_path / "home", report)
     assert not (tmp_path / "home").exists()
     assert not (tmp_path / "outside").exists()
