@@ -21,9 +21,11 @@ from typing import Any
 from payload.data.answers import answered_keys, appending
 from payload.data.generation import GenerationSettings, generate_answers
 from payload.data.rows import Row
-from payload.data.tokens import RowSkippedError, end_token_ids, render_prompt
+from payload.data.tokens import RowSkippedError, chat_turns, end_token_ids, render_prompt
 from payload.errors import PayloadError, ToldToStopError
 from payload.target import Target
+
+_SKIPPED = "skipped: "
 
 
 class Share:
@@ -126,6 +128,12 @@ def progress(counts: Counter[str]) -> str:
     return f"regenerate: {counts['answered']} answered, {counts['kept']} kept from before"
 
 
+def skips(counts: Counter[str]) -> list[str]:
+    """What was not answered, a line for each reason."""
+    reasons = {reason: number for reason, number in counts.items() if reason.startswith(_SKIPPED) and number}
+    return [f"regenerate: {number} {reason}" for reason, number in sorted(reasons.items())]
+
+
 def require_answers(counts: Counter[str]) -> None:
     """Raises ``PayloadError``, with the reasons, when no row was answered, now or before."""
     if not counts["answered"] and not counts["kept"]:
@@ -146,22 +154,14 @@ def _batches(conversations: Iterator[_Conversation], size: int) -> Iterator[list
 def _conversations(rows: Iterable[Row], counts: Counter[str]) -> Iterator[_Conversation]:
     seen: set[str] = set()
     for row in rows:
-        messages = (row.content or {}).get("messages")
-        if not isinstance(messages, list) or not all(
-            isinstance(turn, dict)
-            and isinstance(turn.get("role"), str)
-            and isinstance(turn.get("content"), str)
-            for turn in messages
-        ):
-            counts["skipped: no messages"] += 1
+        try:
+            turns = chat_turns(row.content or {})
+        except RowSkippedError as error:
+            counts[f"{_SKIPPED}{error}"] += 1
             continue
-        said = [
-            {"role": turn["role"], "content": turn["content"]}
-            for turn in messages
-            if turn["role"] != "assistant"
-        ]
+        said = [turn for turn in turns if turn["role"] != "assistant"]
         if not any(turn["role"] == "user" for turn in said):
-            counts["skipped: no user turn"] += 1
+            counts[f"{_SKIPPED}no user turn"] += 1
             continue
         key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
         if key not in seen:
@@ -200,10 +200,10 @@ def _prompt(
     try:
         prompt = render_prompt(conversation.messages, tokenizer)
     except RowSkippedError as error:
-        counts[f"skipped: {error}"] += 1
+        counts[f"{_SKIPPED}{error}"] += 1
         return None
     if len(prompt) >= settings.max_length:
-        counts["skipped: prompt longer than the maximum length"] += 1
+        counts[f"{_SKIPPED}prompt longer than the maximum length"] += 1
         return None
     return prompt
 

@@ -13,8 +13,13 @@ from payload.errors import PayloadError
 from payload.places import place_or_hub_name
 from payload.recipe import TargetSpec
 
-ROW_FIELDS = ("messages", "text", "input_ids", "loss_mask")
+_TOOL_FIELDS = ("tools", "functions")
+_TOOL_ROLES = ("tool", "function")
+_TOOL_CALLS = ("tool_calls", "function_call")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+ROW_FIELDS = ("messages", *_TOOL_FIELDS, "text", "input_ids", "loss_mask")
 """All of a row that encoding looks at."""
+_TOOLS = "tools or tool calls, which are not supported"
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,11 @@ def encode_row(
     if content is None:
         raise RowSkippedError("not a JSON object")
     if "messages" in content:
-        example = encode_chat(chat_turns(content), tokenizer, notes)
+        turns = chat_turns(content)
+        if any(turn.get(name) for turn in content["messages"] for name in _REASONING):
+            # Without it the answer is one that the target gives at once, which is another.
+            raise RowSkippedError("reasoning beside the content of a turn, which is not supported")
+        example = encode_chat(turns, tokenizer, notes)
     else:
         example = _encode_plain(content, tokenizer)
     if len(example.input_ids) > max_length:
@@ -68,14 +77,20 @@ def encode_row(
 def chat_turns(content: dict[str, Any]) -> list[dict[str, str]]:
     """The turns of a row's ``messages``: ``role`` and ``content`` of each, and nothing else.
 
-    Raises ``RowSkippedError`` with the reason when they are not turns of text.
+    Raises ``RowSkippedError`` with the reason when they are not turns of text, or not all that the target would see.
     """
-    value = content.get("messages")
+    if "messages" not in content:
+        raise RowSkippedError("no messages")
+    value = content["messages"]
+    if any(content.get(name) for name in _TOOL_FIELDS):
+        raise RowSkippedError(_TOOLS)
     if not isinstance(value, list) or not value:
         raise RowSkippedError("messages is not a list of turns")
     for turn in value:
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
             raise RowSkippedError("a turn without a role")
+        if turn["role"] in _TOOL_ROLES or any(turn.get(name) for name in _TOOL_CALLS):
+            raise RowSkippedError(_TOOLS)
         if not isinstance(turn.get("content"), str):
             raise RowSkippedError("a turn whose content is not text")
     return [{"role": turn["role"], "content": turn["content"]} for turn in value]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.generation import GenerationSettings
-from payload.data.regenerate import Share, answer_share, progress, require_answers
+from payload.data.regenerate import Share, answer_share, progress, require_answers, skips
 from payload.data.rows import read_rows
 from payload.recipe import Recipe
 from payload.target import Target
@@ -59,7 +59,8 @@ def answer_prompts(
         ranks.await_keys(parts, stop)
         total = sum((Counter(json.loads(ranks.store.get(part))) for part in parts), Counter[str]())
         require_answers(total)
-        say(progress(total))
+        for line in (progress(total), *skips(total)):
+            say(line)
 
 
 class _StoreShare(Share):

@@ -72,6 +72,8 @@ def test_whatever_changes_what_is_encoded_changes_the_name(tmp_path: Path, words
         kept(tmp_path, words, [longer, *ROWS[1:]]),
         kept(tmp_path, words, [ROWS[0], {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 1, 0]}, *ROWS[2:]]),
         kept(tmp_path, words, ROWS[:-1]),
+        kept(tmp_path, words, [{"messages": CONVERSATION, "tools": [{}]}, *ROWS[1:]]),
+        kept(tmp_path, words, [{"messages": CONVERSATION, "functions": [{}]}, *ROWS[1:]]),
         kept(tmp_path, other_template),
         kept(tmp_path, more_tokens),
     ]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import count, pairwise
@@ -16,7 +17,7 @@ from hypothesis.strategies import booleans, integers, lists, tuples
 from payload.data.answers import read_answers
 from payload.data.generation import GenerationSettings, generate_answers
 from payload.data.prepared import prepare
-from payload.data.regenerate import Share, _documents, answer_share, prompt_keys, regenerate
+from payload.data.regenerate import Share, _documents, answer_share, prompt_keys, regenerate, skips
 from payload.data.rows import Row
 from payload.data.tokens import encode_row
 from payload.decode import plain_decode
@@ -103,9 +104,23 @@ def test_an_interrupted_run_goes_on_behind_its_last_whole_line(
 def test_rows_without_a_question_are_counted_and_none_at_all_is_an_error(
     target: Target, words: Any, tmp_path: Path
 ) -> None:
-    useless = [Row({"text": "x"}, "a"), Row({"messages": [{"role": "assistant", "content": "x"}]}, "b")]
+    question = said("user", "two")
+    contents: dict[str, Any] = {
+        "no messages": {"text": "x"},
+        "messages is not a list of turns": {"messages": None},
+        "a turn whose content is not text": {"messages": [{"role": "user", "content": ["two"]}]},
+        "no user turn": {"messages": [said("assistant", "x")]},
+        "tools or tool calls, which are not supported": {
+            "messages": [question],
+            "tools": [{"name": "count"}],
+        },
+        "the tokenizer refuses it: .*": {"messages": [said("user", "\ud800")]},
+    }
+    useless = [Row(content, "here") for content in contents.values()]
     counts = regenerate([*rows("one"), *useless], target, words, tmp_path / "a", SETTINGS)
-    assert counts["skipped: no messages"] == counts["skipped: no user turn"] == 1
+    assert counts["answered"] == 1
+    for reason, line in zip(sorted(contents), skips(counts), strict=True):
+        assert re.fullmatch(f"regenerate: 1 skipped: {reason}", line)
     with pytest.raises(PayloadError, match="No prompt could be answered"):
         regenerate(useless, target, words, tmp_path / "b", SETTINGS)
 
@@ -161,6 +176,17 @@ def test_each_turn_of_a_conversation_is_answered_in_the_context_of_the_targets_o
     for start, end in spans(line):
         ids = line["input_ids"]
         assert ids[start:end] == plain_decode(own, ids[:start], 6, eos_token_ids={2})
+
+
+def test_what_the_answers_of_before_were_thought_out_with_does_not_matter_when_they_are_replaced(
+    target: Target, words: Any, tmp_path: Path
+) -> None:
+    plain, thought = conversation("How many?", "And then?"), conversation("How many?", "And then?")
+    assert thought.content is not None
+    thought.content["messages"][1]["reasoning_content"] = "Let me count."
+    for name, row in (("a", plain), ("b", thought)):
+        regenerate([row], target, words, tmp_path / name, SETTINGS)
+    assert lines(tmp_path / "a") == lines(tmp_path / "b")
 
 
 def test_an_answer_that_its_text_does_not_give_back_is_learned_where_it_was_generated(

@@ -20,8 +20,16 @@ from hypothesis.strategies import (
     text,
 )
 
+from payload.data.encoding import encode_rows
 from payload.data.rows import Row
-from payload.data.tokens import Example, RowSkippedError, encode_prompt, encode_row, verify_template
+from payload.data.tokens import (
+    Example,
+    RowSkippedError,
+    chat_turns,
+    encode_prompt,
+    encode_row,
+    verify_template,
+)
 from payload.errors import PayloadError
 
 QUESTION = {"role": "user", "content": "How many?"}
@@ -156,6 +164,65 @@ def test_any_row_is_encoded_to_known_tokens_or_skipped_with_a_reason_that_a_log_
         assert 0 < len(ids) <= 16
         assert all(type(token) is int and 0 <= token < len(words) for token in ids)
         assert reason.encode().decode().splitlines() == [reason]
+
+
+EMPTY = sampled_from([None, [], {}, "", False])
+CALL = {"type": "function", "function": {"name": "count", "arguments": {}}}
+TOOLS = "tools or tool calls, which are not supported"
+REASONING = "reasoning beside the content of a turn, which is not supported"
+OF_ROW = {"tools": [CALL], "functions": [CALL["function"]]}
+OF_ROW_EACH = [{name: value} for name, value in OF_ROW.items()]
+OF_TURN = {
+    "tool_calls": (TOOLS, [CALL]),
+    "function_call": (TOOLS, CALL["function"]),
+    "reasoning_content": (REASONING, "Let me count."),
+    "reasoning": (REASONING, "Let me count."),
+    "thinking": (REASONING, "Let me count."),
+}
+
+
+@given(
+    dictionaries(sampled_from(sorted(OF_ROW)), EMPTY),
+    lists(dictionaries(sampled_from(sorted(OF_TURN)), EMPTY), min_size=4, max_size=4),
+    sampled_from([*OF_ROW, *OF_TURN, "role"]),
+    integers(0, 3),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_chat_of_which_the_template_is_shown_a_part_is_skipped_unless_that_part_is_empty(
+    words: Any, row: dict[str, Any], extra: list[dict[str, Any]], field: str, place: int
+) -> None:
+    """Reasoning matters only where the answer beside it is learned."""
+    turns = [
+        {**of_turn, **turn} for turn, of_turn in zip([QUESTION, ANSWER, SECOND, LAST], extra, strict=True)
+    ]
+    content = {**row, "messages": turns}
+    plain = {"messages": [QUESTION, ANSWER, SECOND, LAST]}
+    assert encode(content, words) == encode(plain, words)
+    assert encode_prompt(Row(content, ""), words, 99) == encode_prompt(Row(plain, ""), words, 99)
+    assert chat_turns(content) == plain["messages"]
+
+    reason = TOOLS
+    if field in OF_ROW:
+        content[field] = OF_ROW[field]
+    elif field == "role":
+        turns[place]["role"] = "tool"
+    else:
+        reason, turns[place][field] = OF_TURN[field]
+    with pytest.raises(RowSkippedError, match=reason):
+        encode(content, words)
+    if reason == TOOLS:
+        for read in (lambda: encode_prompt(Row(content, ""), words, 99), lambda: chat_turns(content)):
+            with pytest.raises(RowSkippedError, match=TOOLS):
+                read()
+    else:
+        assert chat_turns(content) == plain["messages"]
+
+
+def test_tools_beside_a_chat_are_seen_where_rows_are_encoded(words: Any) -> None:
+    rows = [Row({"messages": [QUESTION, ANSWER], "source": "x", **more}, "") for more in ({}, *OF_ROW_EACH)]
+    [encoded] = encode_rows(rows, words, 99, 1)
+    assert len(encoded.documents) == 1
+    assert encoded.skipped == {TOOLS: len(OF_ROW_EACH)}
 
 
 def test_turns_that_the_template_renders_otherwise_later_are_not_supervised(words: Any) -> None:

@@ -72,6 +72,7 @@ UNUSABLE: dict[str, Any] = {
     "messages is not a list of turns": {"messages": "How many?"},
     "a turn without a role": {"messages": [{"content": "How many?"}]},
     "a turn whose content is not text": {"messages": [{"role": "user", "content": None}]},
+    "tools or tool calls, which are not supported": {"messages": CHAT, "tools": [{"name": "count"}]},
     "no turn before the first answer": {"messages": [CHAT[2]]},
     "the tokenizer refuses it: .*": {"messages": [{"role": "user", "content": "\ud800"}]},
     "text is empty or not text": {"text": ["How many?"]},

@@ -142,6 +142,7 @@ UNUSABLE: list[Any] = [
     {"input_ids": [5] * 8 + [10**6]},
     {"messages": [{"role": "user", "content": None}]},
     {"messages": [{"role": "user", "content": "\ud800"}]},
+    {"messages": [{"role": "user", "content": "How many?"}], "tools": [{"name": "count"}]},
 ]
 
 
@@ -166,10 +167,23 @@ def test_held_out_rows_that_cannot_be_used_end_the_job_before_anything_is_answer
     recipe = with_held_out(tiny_target_folder, tmp_path, UNUSABLE)
     with started(tmp_path / "runs" / "a", recipe, rank=impatient_rank) as job:
         assert set(job.wait()) == {1}, job.output()
-    assert "None of 4 held-out rows has a prompt" in job.output()
+    assert "None of 5 held-out rows has a prompt" in job.output()
     assert "2 rows: input_ids outside the vocabulary" in job.output()
     assert "Traceback" not in job.output()
     assert not (tmp_path / "answers").exists()
+
+
+def test_rows_that_cannot_be_answered_are_told_once_and_the_others_are_learned(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    usable = [{"messages": [{"role": "user", "content": f"How many, {number}?"}]} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*UNUSABLE, *usable]))
+    train = {"data__train": [str(tmp_path / "rows.jsonl")], "data__eval": []}
+    job = run(tmp_path / "runs" / "a", with_held_out(tiny_target_folder, tmp_path, [], **train))
+    assert set(job.wait()) == {0}, job.output()
+    assert job.output().count("regenerate: 1 skipped: tools or tool calls, which are not supported") == 1
+    assert job.output().count(" skipped: ") == 4
+    assert "regenerate: 8 answered" in job.output()
 
 
 def test_held_out_rows_that_cannot_be_used_are_told_once_and_all_targets_decode_the_others(
@@ -179,5 +193,5 @@ def test_held_out_rows_that_cannot_be_used_are_told_once_and_all_targets_decode_
     job = run(tmp_path / "runs" / "a", with_held_out(tiny_target_folder, tmp_path, [*UNUSABLE, *usable]))
     assert set(job.wait()) == {0}, job.output()
     assert job.output().count("data: 2 held-out rows skipped: input_ids outside the vocabulary") == 1
-    assert job.output().count("held-out rows skipped") == 3
+    assert job.output().count("held-out rows skipped") == 4
     assert job.lines("eval")[-1]["prompts"] == 3

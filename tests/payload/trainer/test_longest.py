@@ -56,7 +56,8 @@ def test_the_longest_prompt_is_the_longest_that_the_target_is_given(recipe: Reci
 
 def test_rows_that_are_never_answered_have_no_longest_prompt(recipe: Recipe) -> None:
     contents: list[Any] = [None, 5, ["how many days"], {"text": "how many days"}]
-    rows = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    rows: list[Any] = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    rows += [{"messages": [said("user", 3)], "tools": [{"name": "count"}]}]
     Path(recipe.data.train[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert longest_prompts(recipe).train is None
 
