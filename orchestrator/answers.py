@@ -144,6 +144,19 @@ class RemovedRuns(TypedDict):
     applied: bool
 
 
+class RemovedItem(TypedDict):
+    kind: str
+    name: str
+    bytes: Count
+    runs: list[RunId]
+
+
+class RemovedData(TypedDict):
+    data: list[RemovedItem]
+    kept: dict[str, str]
+    applied: bool
+
+
 class Pruned(TypedDict):
     removed: list[str]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.agent import Agent
-from orchestrator.answers import Locks, Pruned, RemovedRun
+from orchestrator.answers import Locks, Pruned
 from orchestrator.cli_options import (
     CtOption,
     HostOption,
@@ -25,10 +25,11 @@ from orchestrator.errors import UsageError
 from orchestrator.inventory import DEFAULT_INVENTORY
 from orchestrator.probe import probe as probe_container
 from orchestrator.probe import show_probe
-from orchestrator.prune import remove_runs, show_removed_runs
+from orchestrator.prune import remove_data, remove_runs, show_removed_data, show_removed_runs
 from orchestrator.recipes import resolve_recipe
 from orchestrator.venv import build_venv
 from orchestrator.warmup import warm_up
+from payload.agent.run_data import KINDS
 
 
 def venv(
@@ -87,39 +88,57 @@ def prune(
     runs: Annotated[
         list[str] | None, typer.Option("--run", metavar="RUN", help="This run too. May be repeated.")
     ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="KIND",
+            help=f"{', '.join(KINDS)} or all that no run goes on with or can be resumed with. May be repeated.",
+        ),
+    ] = None,
     apply: Annotated[
         bool,
-        typer.Option("--apply", help="Remove those runs; else they are only shown, and nothing is removed."),
+        typer.Option(
+            "--apply", help="Remove those runs and data; else they are only shown, and nothing is removed."
+        ),
     ] = False,
 ) -> None:
-    """Remove releases, venvs and uploads that no run pins and nothing uses; with --keep-runs or --run, runs first.
+    """Remove releases, venvs and uploads that no run pins and nothing uses; when told to, runs and data first.
 
-    A run goes with its checkpoints, metrics and log. Compile caches stay: `cache prune`.
+    A run goes with its checkpoints, metrics and log. Data are the target's answers to prompts, encoded training sets
+    and offline features, which a later run makes again. Compile caches stay: `cache prune`.
     """
     console = Console()
     if keep_runs is not None and runs:
         raise UsageError(
             "--keep-runs and --run were given.", "Name runs (RUN_ID=), or how many to keep (RUNS=)."
         )
+    unknown = [kind for kind in data or () if kind not in (*KINDS, "all")]
+    if unknown:
+        raise UsageError(f"There are no data called {unknown[0]}.", f"It is {', '.join(KINDS)} or all.")
     with open_step("prune", console, host, ct, inventory) as (agent, report):
-        gone = ""
+        gone = []
         if keep_runs is not None or runs:
             found = remove_runs(agent, report, keep=keep_runs, run_ids=runs, apply=apply)
             show_removed_runs(console, found)
-            gone = _runs(found["runs"])
-            if not apply:
-                report.outcome = f"would remove {gone}; nothing was. Remove: APPLY=1 (--apply)"
-                return
+            gone.append(_counted(len(found["runs"]), "run", sum(run["bytes"] for run in found["runs"])))
+        if data:
+            kinds = KINDS if "all" in data else data
+            removed_data = remove_data(agent, report, kinds=kinds, apply=apply)
+            show_removed_data(console, removed_data)
+            items = removed_data["data"]
+            gone.append(_counted(len(items), "data set", sum(item["bytes"] for item in items)))
+        if gone and not apply:
+            report.outcome = f"would remove {' and '.join(gone)}; nothing was. Remove: APPLY=1 (--apply)"
+            return
         removed = agent.ask(Pruned, "prune", {"keep": keep}, on_event=report.on_event)["removed"]
-        report.outcome = (f"removed {gone}; " if gone else "") + (
+        report.outcome = (f"removed {' and '.join(gone)}; " if gone else "") + (
             f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
         )
 
 
-def _runs(runs: list[RemovedRun]) -> str:
-    count = len(runs)
-    size = size_text(sum(run["bytes"] for run in runs))
-    return f"{count} run{'' if count == 1 else 's'} ({size})"
+def _counted(count: int, what: str, size_bytes: int) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'} ({size_text(size_bytes)})"
 
 
 def locks(

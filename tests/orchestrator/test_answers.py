@@ -131,7 +131,7 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "estimate": cli_estimate.estimate,
     "probe": cli_build.probe,
     "script": lambda **place: cli_script.script(file=Path("script"), **place),
-    "prune": lambda **place: cli_build.prune(keep_runs=0, apply=True, **place),
+    "prune": lambda **place: cli_build.prune(keep_runs=0, data=["all"], apply=True, **place),
     "locks": cli_build.locks,
     "cache list": cli_cache.cache_list,
     "cache show": lambda **place: cli_cache.cache_show(CACHE, **place),
@@ -221,6 +221,8 @@ def recorded(destination: Destination, tmp_path_factory: pytest.TempPathFactory)
         (root / f"runs/{RUN}/checkpoints/step-000100").mkdir()
         (root / f"runs/{RUN}/checkpoints/step-000100/manifest.json").touch()
         (root / "cache" / CACHE).mkdir(parents=True)
+        (root / "packed/x").mkdir(parents=True)
+        (root / f"runs/{RUN}/data.json").write_text('{"names": {"packed": "x"}, "complete": true}')
         for verb, request in (
             ("hello", {}),
             ("facts", {"paths": ["data/x"]}),
@@ -230,6 +232,7 @@ def recorded(destination: Destination, tmp_path_factory: pytest.TempPathFactory)
             ("locks", {}),
             ("script", {"name": "x", "content": SCRIPT, "sha256": hashlib.sha256(b64decode(SCRIPT)).hexdigest()}),
             ("remove_runs", {"keep": 0, "apply": False}),
+            ("remove_data", {"kinds": ["packed"], "apply": False}),
             ("prune", {"keep": 9}),
             *(
                 ("call", {"module": "payload.compile.manage", "request": {"action": action, "fingerprint": CACHE}})

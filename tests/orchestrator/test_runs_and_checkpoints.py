@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,31 @@ def test_prune_shows_the_runs_that_would_go_and_removes_them_when_told_to(
     assert not (runs / newest).exists()
     both = orchestrator(*arguments, "--run", first, "--keep-runs", "1", inventory=local_node.inventory)
     assert both.returncode == 2
+
+
+def test_prune_shows_the_data_that_would_go_and_removes_them_when_told_to(
+    agent: Agent, local_node: NodeInfo
+) -> None:
+    root = Path(agent.container.settings.root)
+    used, unused = root / "features" / ("a" * 16), root / "packed" / ("b" * 16)
+    for folder in (used, unused):
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("x" * 2000)
+    run_id = ended_run(agent)
+    (root / "runs" / run_id / "data.json").write_text(
+        json.dumps({"names": {"features": used.name}, "complete": True})
+    )
+    arguments = ("prune", *PLACE, "--keep", "99", "--data")
+    shown = orchestrator(*arguments, "all", inventory=local_node.inventory)
+    assert shown.returncode == 0, shown.stderr
+    assert f"features/{used.name}\t2 KiB\t{run_id}" in shown.stdout
+    assert f"packed/{unused.name}\t2 KiB\tnone that is left" in shown.stdout
+    assert "would remove 2 data sets (4 KiB)" in shown.stderr
+    assert used.is_dir()
+    gone = orchestrator(*arguments, "packed", "--apply", inventory=local_node.inventory)
+    assert gone.returncode == 0, gone.stderr
+    assert "removed 1 data set (2 KiB)" in gone.stderr
+    assert (used.is_dir(), unused.exists()) == (True, False)
+    wrong = orchestrator(*arguments, "runs", inventory=local_node.inventory)
+    assert wrong.returncode == 2
+    assert "answers, packed, features or all" in wrong.stderr
