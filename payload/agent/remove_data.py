@@ -76,13 +76,20 @@ def _runs_by_data(layout: Layout) -> Dict[Tuple[str, str], Dict[str, str]]:
                     kind="refused",
                 )
             continue
-        if goes_on:
-            why = f"run {run_id} is {now.state}"
-        else:
-            why = "" if now.state == "finished" else f"run {run_id} ({now.state}) can be resumed"
+        why = f"run {run_id} is {now.state}" if goes_on else _use_later(run_dir, now.state)
         for named in data.names.items():
             runs_of.setdefault(named, {})[run_id] = why
     return runs_of
+
+
+def _use_later(run_dir: Path, now: str) -> str:
+    """Why data stay that a run used which is over; empty when it is finished."""
+    if now == "finished":
+        return ""
+    lets_go = f"make prune RUN_ID={run_dir.name} lets it go"
+    if whole_checkpoints(run_dir):
+        return f"run {run_dir.name} ({now}) can be resumed; {lets_go}"
+    return f"run {run_dir.name} ({now}) left it, and the next on the same data goes on with it; {lets_go}"
 
 
 def _items(folder: Path, kind: str) -> Iterator[_Item]:

@@ -81,7 +81,10 @@ def _by_processes(
 
     def oldest() -> Encoded:
         chunk, future = pending.popleft()
-        return future.result() or alone(chunk)
+        try:
+            return future.result() or alone(chunk)
+        except RecursionError:
+            return alone(chunk)  # a row that nests too deeply to be sent
 
     try:
         while chunk := list(islice(rows, _CHUNK_ROWS)):
@@ -97,6 +100,10 @@ def _by_processes(
             "It may have been out of memory: see dmesg on the host, and give the container more, or fewer cores.",
         ) from error
     finally:
+        # On Pythons without the mend of gh-94777, a pool whose process was killed would wait for ever for its own
+        # thread, which waits for somebody to read what it writes.
+        if pool._call_queue is not None:
+            pool._call_queue._reader.close()  # type: ignore[attr-defined]
         pool.shutdown(cancel_futures=True)
 
 

@@ -23,7 +23,7 @@ from payload.data.rows import Row, read_rows
 from payload.data.tokens import load_tokenizer
 from payload.demo.target import ensure_demo_target
 from payload.drafter.config import DrafterConfig
-from payload.errors import ToldToStopError
+from payload.errors import PayloadError, ToldToStopError
 from payload.recipe import Recipe, TargetSpec
 from payload.target import Target
 from payload.trainer.answering import generation_settings
@@ -97,7 +97,13 @@ def prepare_run(recipe: Recipe, opened: Opened, target: Target, root: Path, stop
         return until_stopped(found, stop)
 
     tokenizer = load_tokenizer(opened.target)
-    kept = ensure_prepared(rows, tokenizer, data.max_length, data.min_loss_tokens, Layout(root).packed)
+    try:
+        kept = ensure_prepared(rows, tokenizer, data.max_length, data.min_loss_tokens, Layout(root).packed)
+    except PayloadError as error:
+        # A stop of the whole group may end a process that encodes before it has left the group.
+        if stop.received:
+            raise ToldToStopError("Told to stop while the data were being prepared.") from error
+        raise
     if kept.was_there:
         say(f"data: using {kept.path.parent}")
     for line in kept.preparation.describe():

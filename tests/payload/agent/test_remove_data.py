@@ -76,7 +76,12 @@ def test_what_a_run_uses_that_goes_on_or_can_be_resumed_stays(container: FakeCon
     container.start("r2", SLEEPS)
     uses(container, "r2", packed="p2")
     found = container.result("remove_data", kinds=["packed", "answers"], apply=True)
-    assert found["kept"] == {"packed/p2": "run r2 is running", "answers/a1": "run r1 (failed) can be resumed"}
+    assert found["kept"] == {
+        "packed/p2": "run r2 is running",
+        "answers/a1": (
+            "run r1 (failed) left it, and the next on the same data goes on with it; make prune RUN_ID=r1 lets it go"
+        ),
+    }
     assert left(container) == ["answers/a1.1.jsonl", "answers/a1.jsonl", "packed/p2"]
     container.result("stop", run_id="r2", grace_s=0)
     container.result("remove_runs", keep=0, apply=True)
@@ -105,7 +110,11 @@ def test_nothing_goes_while_a_run_that_can_be_resumed_does_not_say_what_it_uses(
     assert error["kind"] == "refused"
     assert "run r1 (failed) can be resumed" in error["message"]
     uses(container, "r1", packed="p1")
-    assert removed(container, "packed", apply=True) == []
+    found = container.result("remove_data", kinds=["packed"], apply=True)
+    assert found["data"] == []
+    assert found["kept"] == {
+        "packed/p1": "run r1 (failed) can be resumed; make prune RUN_ID=r1 lets it go",
+    }
     noted = container.root / "runs/r1/data.json"
     for damage in ("{", "[]", '{"names": 3, "complete": true}'):
         noted.write_text(damage)

@@ -124,6 +124,16 @@ def test_a_tokenizer_that_other_processes_cannot_read_is_used_by_this_one_alone(
     assert found == expected
 
 
+def test_a_row_that_nests_too_deeply_to_be_sent_is_skipped_as_one_process_skips_it(words: Any) -> None:
+    deep: Any = "x"
+    for _ in range(900):
+        deep = [deep]
+    rows = [*some_rows(ROWS_ALONE + 200), Row({"text": deep}, "deep")]
+    expected = together(encode_rows(iter(rows), words, 24, 2, processes=1))
+    assert together(encode_rows(iter(rows), words, 24, 2, processes=2)) == expected
+    assert expected.skipped["text is empty or not text"] == 1
+
+
 def test_rows_that_end_in_an_error_leave_no_process_behind(words: Any) -> None:
     def stopped() -> Iterator[Row]:
         yield from some_rows(ROWS_ALONE + 200)
@@ -139,10 +149,12 @@ def test_rows_that_end_in_an_error_leave_no_process_behind(words: Any) -> None:
 def test_when_one_process_is_killed_the_others_go_too_and_it_is_said_unless_the_rows_tell_of_a_stop(
     words: Any, number: signal.Signals
 ) -> None:
+    """Rows are large, so that more of them wait to be sent than the way to a process holds."""
     before = children()
 
     def killing(*, told_to_stop: bool) -> Iterator[Row]:
-        yield from some_rows(ROWS_ALONE + 640)
+        yield from some_rows(ROWS_ALONE)
+        yield from (Row({"text": "seven apples " * 400}, "") for _ in range(640))
         os.kill(max(children() - before), number)
         time.sleep(0.5)
         yield from some_rows(64)
