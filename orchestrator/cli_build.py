@@ -117,14 +117,15 @@ def prune(
     if unknown:
         raise UsageError(f"There are no data called {unknown[0]}.", f"It is {', '.join(KINDS)} or all.")
     with open_step("prune", console, host, ct, inventory) as (agent, report):
-        gone = []
+        gone, run_ids = [], list[str]()
         if keep_runs is not None or runs:
             found = remove_runs(agent, report, keep=keep_runs, run_ids=runs, apply=apply)
             show_removed_runs(console, found)
-            gone.append(_counted(len(found["runs"]), "run", sum(run["bytes"] for run in found["runs"])))
+            run_ids = [run["run_id"] for run in found["runs"]]
+            gone.append(_counted(len(run_ids), "run", sum(run["bytes"] for run in found["runs"])))
         if data:
             kinds = KINDS if "all" in data else data
-            removed_data = remove_data(agent, report, kinds=kinds, apply=apply)
+            removed_data = remove_data(agent, report, kinds=kinds, gone=run_ids, apply=apply)
             show_removed_data(console, removed_data)
             items = removed_data["data"]
             gone.append(_counted(len(items), "data set", sum(item["bytes"] for item in items)))
@@ -132,9 +133,9 @@ def prune(
             report.outcome = f"would remove {' and '.join(gone)}; nothing was. Remove: APPLY=1 (--apply)"
             return
         removed = agent.ask(Pruned, "prune", {"keep": keep}, on_event=report.on_event)["removed"]
-        report.outcome = (f"removed {' and '.join(gone)}; " if gone else "") + (
-            f"removed {len(removed)}: {', '.join(removed) or 'nothing was left over'}"
-        )
+        if removed or not gone:
+            gone.append(f"{len(removed)}: {', '.join(removed) or 'nothing was left over'}")
+        report.outcome = f"removed {' and '.join(gone)}"
 
 
 def _counted(count: int, what: str, size_bytes: int) -> str:

@@ -42,9 +42,11 @@ def show_removed_runs(console: Console, found: RemovedRuns) -> None:
         console.line(f"  run {run_id} stays: {why}")
 
 
-def remove_data(agent: Agent, report: StepReport, *, kinds: Sequence[str], apply: bool) -> RemovedData:
+def remove_data(
+    agent: Agent, report: StepReport, *, kinds: Sequence[str], gone: Sequence[str], apply: bool
+) -> RemovedData:
     """Remove the answers, training sets or features (``kinds``) that no run goes on with or can be resumed with;
-    without ``apply`` only tell which they are.
+    without ``apply`` only tell which they would be without the runs ``gone``.
 
     Returns what the agent's verb of that name does. Raises :class:`orchestrator.errors.RefusedError` while a run is
     preparing its data.
@@ -53,7 +55,7 @@ def remove_data(agent: Agent, report: StepReport, *, kinds: Sequence[str], apply
     return agent.ask(
         RemovedData,
         "remove_data",
-        {"kinds": list(kinds), "apply": apply},
+        {"kinds": list(kinds), "gone": list(gone), "apply": apply},
         on_event=report.on_event,
         idle_timeout_s=REMOVAL_IDLE_TIMEOUT_S,
     )

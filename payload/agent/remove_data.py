@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from payload.agent import durable, state
 from payload.agent.checkpoints import whole_checkpoints
@@ -28,7 +28,7 @@ class _Item(NamedTuple):
 
 def remove_data(request: Request, events: Events) -> Json:
     """Verb: remove what lies in the folders ``kinds`` (of :data:`payload.agent.run_data.KINDS`); without ``apply``
-    only tell what it is.
+    only tell what it is, as it would be without the runs ``gone``.
 
     What a run uses that is not finished stays: it goes on, or another may go on from it. The result: ``{"data":
     [{"kind", "name", "bytes", "runs": [run id that used it]}], "kept": {"kind/name": why}, "applied"}``.
@@ -42,7 +42,7 @@ def remove_data(request: Request, events: Events) -> Json:
         raise PayloadError(f"the request's kinds are not of {', '.join(KINDS)}: {kinds}", kind="usage")
     apply = bool(request.get("apply", bool))
     with hold(layout, "jobs", "remove_data", request.get("holder", str) or ""):
-        runs_of, kept = _runs_by_data(layout), {}
+        runs_of, kept = _runs_by_data(layout, () if apply else request.get("gone", list) or ()), {}
         data: List[Json] = []
         for kind in kinds:
             for item in _items(layout.root / kind, kind):
@@ -57,10 +57,12 @@ def remove_data(request: Request, events: Events) -> Json:
     return {"data": data, "kept": kept, "applied": apply}
 
 
-def _runs_by_data(layout: Layout) -> Dict[Tuple[str, str], Dict[str, str]]:
+def _runs_by_data(layout: Layout, gone: Sequence[str]) -> Dict[Tuple[str, str], Dict[str, str]]:
     """For each (kind, name) the runs that use it, and why each still needs it: empty for one that is finished."""
     runs_of: Dict[Tuple[str, str], Dict[str, str]] = {}
     for run_id in state.run_ids(layout):
+        if run_id in gone:
+            continue
         run_dir = layout.run(run_id)
         now, data = state.current(layout, run_id), read_run_data(run_dir)
         goes_on = now.state in state.ACTIVE or bool(state.left_behind(layout, now))
@@ -84,12 +86,20 @@ def _runs_by_data(layout: Layout) -> Dict[Tuple[str, str], Dict[str, str]]:
 
 def _use_later(run_dir: Path, now: str) -> str:
     """Why data stay that a run used which is over; empty when it is finished."""
-    if now == "finished":
+    if now == "finished" or _has_all_steps(run_dir):
         return ""
     lets_go = f"make prune RUN_ID={run_dir.name} lets it go"
     if whole_checkpoints(run_dir):
         return f"run {run_dir.name} ({now}) can be resumed; {lets_go}"
     return f"run {run_dir.name} ({now}) left it, and the next on the same data goes on with it; {lets_go}"
+
+
+def _has_all_steps(run_dir: Path) -> bool:
+    try:
+        steps = durable.read_json(run_dir / state.SPEC_FILE)["recipe"]["train"]["steps"]
+    except (OSError, KeyError, TypeError, PayloadError):
+        return False
+    return whole_checkpoints(run_dir)[-1:] == [steps]
 
 
 def _items(folder: Path, kind: str) -> Iterator[_Item]:

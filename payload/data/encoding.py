@@ -102,8 +102,8 @@ def _by_processes(
     finally:
         # On Pythons without the mend of gh-94777, a pool whose process was killed would wait for ever for its own
         # thread, which waits for somebody to read what it writes.
-        if pool._call_queue is not None:
-            pool._call_queue._reader.close()  # type: ignore[attr-defined]
+        if (queue := getattr(pool, "_call_queue", None)) is not None:
+            queue._reader.close()
         pool.shutdown(cancel_futures=True)
 
 

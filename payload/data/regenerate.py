@@ -138,7 +138,10 @@ def require_answers(counts: Counter[str]) -> None:
     """Raises ``PayloadError``, with the reasons, when no row was answered, now or before."""
     if not counts["answered"] and not counts["kept"]:
         reasons = "; ".join(f"{number}: {reason}" for reason, number in counts.items() if number)
-        raise PayloadError("No prompt could be answered by the target.", hint=f"Why: {reasons or 'no rows'}.")
+        raise PayloadError(
+            "No prompt could be answered by the target.",
+            f"Why: {reasons or 'no rows'}. Rows of text or input_ids are learned from with data.regenerate=false.",
+        )
 
 
 def prompt_keys(rows: Iterable[Row]) -> Iterator[str]:
@@ -164,9 +167,11 @@ def _conversations(rows: Iterable[Row], counts: Counter[str]) -> Iterator[_Conve
             counts[f"{_SKIPPED}no user turn"] += 1
             continue
         key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-        if key not in seen:
-            seen.add(key)
-            yield _Conversation(key, said)
+        if key in seen:
+            counts[f"{_SKIPPED}it repeats an earlier prompt"] += 1
+            continue
+        seen.add(key)
+        yield _Conversation(key, said)
 
 
 def _something_to_ask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -133,11 +134,12 @@ class DrafterSide:
             transfer_wait_s=self._supplies.inbox.waited_s,
             data_wait_s=self._target_side.data_wait_s if self._target_side is not None else 0.0,
         )
+        loss = totals.loss if math.isfinite(totals.loss) else None
         self.progress = replace(
             self.progress,
             tokens=self.progress.tokens + totals.micro_batches * tokens_per_micro_batch(self._run.recipe),
-            first_loss=totals.loss if self.progress.first_loss is None else self.progress.first_loss,
-            last_loss=totals.loss,
+            first_loss=loss if self.progress.first_loss is None else self.progress.first_loss,
+            last_loss=self.progress.last_loss if loss is None else loss,
         )
         compiled_late = self._watch.compiled_since() if self._watch is not None else None
         if self._report is not None:

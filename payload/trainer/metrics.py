@@ -49,8 +49,8 @@ class Totals:
 
     @property
     def loss(self) -> float:
-        """The weighted mean; 0 when nothing counted."""
-        return self.loss_sum / self.weight_sum if self.weight_sum else 0.0
+        """The weighted mean; not a number when nothing counted."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else math.nan
 
     @property
     def accuracy(self) -> float:

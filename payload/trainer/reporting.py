@@ -230,7 +230,8 @@ def tokens_per_micro_batch(recipe: Recipe) -> int:
 
 def judge(recipe: Recipe, ended: Progress) -> tuple[int, str]:
     """Exit status and last line of a run that went through all its steps."""
-    loss = f"loss {ended.first_loss:.3f} -> {ended.last_loss:.3f}"
+    first, last = (math.nan if loss is None else loss for loss in (ended.first_loss, ended.last_loss))
+    loss = f"loss {first:.3f} -> {last:.3f}"
     if ended.accepted is None or ended.accepted_before is None:
         return 0, f"finished: {loss}"
     accepted = f"held-out accepted length {ended.accepted_before:.2f} -> {ended.accepted:.2f}"
@@ -238,7 +239,7 @@ def judge(recipe: Recipe, ended: Progress) -> tuple[int, str]:
         ended.first_loss is not None
         and ended.last_loss is not None
         and ended.last_loss < ended.first_loss
-        and ended.accepted >= _IMPROVED_RATIO * ended.accepted_before
+        and ended.accepted >= max(1.0, _IMPROVED_RATIO * ended.accepted_before)
     )
     if not recipe.train.assert_improves:
         return 0, f"finished: {loss}, {accepted}"

@@ -148,6 +148,15 @@ def test_prune_shows_the_data_that_would_go_and_removes_them_when_told_to(
     assert f"packed/{unused.name}\t2 KiB\tnone that is left" in shown.stdout
     assert "would remove 2 data sets (4 KiB)" in shown.stderr
     assert used.is_dir()
+    (root / "runs" / run_id / "state.json").write_text(
+        (root / "runs" / run_id / "state.json").read_text().replace('"finished"', '"failed"')
+    )
+    stays = orchestrator(*arguments, "features", inventory=local_node.inventory)
+    assert f"features/{used.name} stays: run {run_id} (failed)" in stays.stderr
+    together = orchestrator(*arguments, "features", "--run", run_id, inventory=local_node.inventory)
+    assert "stays" not in together.stderr
+    assert "would remove 1 run (" in together.stderr
+    assert "and 1 data set (2 KiB); nothing was" in together.stderr
     gone = orchestrator(*arguments, "packed", "--apply", inventory=local_node.inventory)
     assert gone.returncode == 0, gone.stderr
     assert "removed 1 data set (2 KiB)" in gone.stderr

@@ -84,6 +84,9 @@ def test_what_a_run_uses_that_goes_on_or_can_be_resumed_stays(container: FakeCon
     }
     assert left(container) == ["answers/a1.1.jsonl", "answers/a1.jsonl", "packed/p2"]
     container.result("stop", run_id="r2", grace_s=0)
+    without = container.result("remove_data", kinds=["packed", "answers"], gone=["r1"])
+    assert [one["name"] for one in without["data"]] == ["a1"]
+    assert without["kept"].keys() == {"packed/p2"}
     container.result("remove_runs", keep=0, apply=True)
     assert removed(container, "packed", "answers", apply=True) == ["packed/p2", "answers/a1"]
 
@@ -121,6 +124,18 @@ def test_nothing_goes_while_a_run_that_can_be_resumed_does_not_say_what_it_uses(
         assert str(noted) in container.error("remove_data", kinds=["packed"], apply=True)["message"]
     assert left(container) == ["packed/p1"]
     container.result("remove_runs", keep=0, apply=True)
+    assert removed(container, "packed", apply=True) == ["packed/p1"]
+
+
+def test_what_a_run_used_that_failed_after_its_last_step_is_free(container: FakeContainer) -> None:
+    made(container, "packed/p1", "packed/p2")
+    for run_id, steps in (("r1", 5), ("r2", 6)):
+        container.start(run_id, "raise SystemExit(1)", recipe={"train": {"steps": steps}})
+        container.wait_for_state(run_id, "failed")
+        checkpoint = container.root / "runs" / run_id / "checkpoints/step-000005"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        uses(container, run_id, packed=f"p{run_id[1]}")
     assert removed(container, "packed", apply=True) == ["packed/p1"]
 
 
