@@ -163,6 +163,7 @@ def test_a_recipe_that_is_none_is_refused_before_anything_is_brought_there(
     assert not current.exists()
 
 
+@pytest.mark.slow
 def test_without_a_run_the_newest_with_a_checkpoint_is_evaluated_and_a_step_that_is_not_there_is_told(
     agent: Agent, local_node: NodeInfo, folder: Path
 ) -> None:

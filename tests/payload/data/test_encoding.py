@@ -145,7 +145,7 @@ def test_rows_that_end_in_an_error_leave_no_process_behind(words: Any) -> None:
     assert children() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_when_one_process_is_killed_the_others_go_too_and_it_is_said_unless_the_rows_tell_of_a_stop(
     words: Any, number: signal.Signals
 ) -> None:

@@ -99,10 +99,8 @@ def number_of_answers(run_dir: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in answers_of(run_dir))
 
 
-@pytest.mark.parametrize(
-    "told",
-    ["target", pytest.param("drafter", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["target", "drafter", "all"])
 def test_a_stop_of_any_rank_ends_all_and_the_answers_so_far_are_kept_whoever_goes_on(
     tiny_target_folder: Path, tmp_path: Path, told: str
 ) -> None:
