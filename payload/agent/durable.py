@@ -78,6 +78,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_wholly(path: Path) -> None:
+    """Remove a file or folder that others look for: at once by its name, so that what an interruption leaves is a
+    leftover and never half of it."""
+    going = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    path.rename(going)
+    sync_folder(path.parent)
+    remove(going)
+
+
 def leftovers(folder: Path) -> Iterator[Path]:
     """What an interrupted build left in ``folder``: names that begin with a dot."""
     if folder.is_dir():

@@ -13,14 +13,19 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Set the parent-death signal (prctl(2); it survives exec) and exec."""
-    parent, failure, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    os.set_inheritable(failure, False)
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process when its parent dies (prctl(2); it survives exec)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     # The parent may have died before the line above.
     if os.getppid() != parent:
-        sys.exit(1)
+        os._exit(1)
+
+
+def main() -> None:
+    """Set the parent-death signal and exec."""
+    parent, failure, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    os.set_inheritable(failure, False)
+    die_with(parent)
     try:
         os.execve(argv[0], argv, os.environ)
     except OSError as error:

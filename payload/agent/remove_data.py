@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
@@ -118,8 +117,5 @@ def _removed(item: _Item, events: Events) -> bool:
             return False
         for path in item.paths:
             events.progress(f"removing {item.kind}/{path.name}")
-            going = path.with_name(f".{item.name}.{os.urandom(4).hex()}")
-            path.rename(going)
-            durable.sync_folder(path.parent)
-            durable.remove(going)
+            durable.remove_wholly(path)
     return True

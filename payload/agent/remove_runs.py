@@ -133,14 +133,11 @@ def tree_bytes(path: Path) -> int:
 
 
 def _removed(run_dir: Path, events: Events) -> bool:
-    """Remove a run, unless somebody has begun to read it. What an interruption leaves bears a leftover's name."""
+    """Remove a run, unless somebody has begun to read it."""
     with unused(run_dir) as free:
         if not free:
             events.note(f"run {run_dir.name} is being read: it stays")
             return False
         events.progress(f"removing run {run_dir.name}")
-        going = run_dir.with_name(f".{run_dir.name}.{os.urandom(4).hex()}")
-        run_dir.rename(going)
-        durable.sync_folder(run_dir.parent)
-        durable.remove(going)
+        durable.remove_wholly(run_dir)
     return True

@@ -6,11 +6,9 @@ Each row goes several times through a chat template and a tokenizer, and rows do
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
-import signal
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +18,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from payload.agent.leash import PR_SET_PDEATHSIG
+from payload.agent.leash import die_with
 from payload.data.rows import Row
 from payload.data.tokens import ROW_FIELDS, Example, RowSkippedError, encode_row, verify_template
 from payload.errors import PayloadError
@@ -115,9 +113,7 @@ violent end."""
 def _begin(tokenizer: bytes, encode: _Encode, parent: int) -> None:
     # A stop of the whole group is the parent's to answer, which then ends its processes; killed, it takes them along.
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)
     with contextlib.suppress(Exception):
         from transformers.dynamic_module_utils import init_hf_modules
 

@@ -17,10 +17,9 @@ from payload.data.prepared import PackedRows
 from payload.errors import ToldToStopError
 from payload.trainer.preparation import Prepared, feature_shape
 from payload.trainer.program import TargetProgram
-from payload.trainer.ranks import Ranks, StopSignal, say
+from payload.trainer.ranks import TELL_EVERY_S, Ranks, StopSignal, say
 from payload.trainer.roles import Roles
 
-_TELL_EVERY_S = 30.0
 _BEGUN = "features/begun"
 
 
@@ -48,7 +47,7 @@ def store_features(
     def wrote(count: int) -> None:
         nonlocal told
         done = ranks.store.add("features/rows", count)
-        if lead and (time.monotonic() - told >= _TELL_EVERY_S):
+        if lead and (time.monotonic() - told >= TELL_EVERY_S):
             say(f"features: {done} of {shape.rows} rows")
             told = time.monotonic()
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,7 @@ from payload.trainer.answering import generation_settings
 from payload.trainer.heldout import HeldOut, held_out_prompts
 from payload.trainer.initial import find_initial
 from payload.trainer.program import TargetProgram, compiles_target, drafter_config_for
-from payload.trainer.ranks import StopSignal, say
-
-_TELL_EVERY_S = 30.0
+from payload.trainer.ranks import TELL_EVERY_S, StopSignal, say
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,8 @@ def prepare_run(recipe: Recipe, opened: Opened, target: Target, root: Path, stop
         return until_stopped(found, stop)
 
     tokenizer = load_tokenizer(opened.target)
-    try:
+    with a_stop_is_no_failure(stop):
         kept = ensure_prepared(rows, tokenizer, data.max_length, data.min_loss_tokens, Layout(root).packed)
-    except PayloadError as error:
-        # A stop of the whole group may end a process that encodes before it has left the group.
-        if stop.received:
-            raise ToldToStopError("Told to stop while the data were being prepared.") from error
-        raise
     if kept.was_there:
         say(f"data: using {kept.path.parent}")
     for line in kept.preparation.describe():
@@ -131,6 +125,17 @@ def _answers_file(recipe: Recipe, spec: TargetSpec, weights_sha256: str, root: P
     return Layout(root).answers / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
 
 
+@contextmanager
+def a_stop_is_no_failure(stop: StopSignal) -> Iterator[None]:
+    """What fails once the job is told to stop is that stop: it may have ended a process that encodes as well."""
+    try:
+        yield
+    except PayloadError as error:
+        if stop.received:
+            raise ToldToStopError("Told to stop while the data were being prepared.") from error
+        raise
+
+
 def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
     """The rows, with a line now and then of how many they were: to read or encode all of them can take long.
 
@@ -140,7 +145,7 @@ def until_stopped(rows: Iterable[Row], stop: StopSignal) -> Iterator[Row]:
     for number, row in enumerate(rows):
         if stop.received:
             raise ToldToStopError("Told to stop while the data were being prepared.")
-        if time.monotonic() - told >= _TELL_EVERY_S:
+        if time.monotonic() - told >= TELL_EVERY_S:
             say(f"data: {number:,} rows so far")
             told = time.monotonic()
         yield row

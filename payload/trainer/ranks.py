@@ -181,6 +181,10 @@ class StopSignal:
         return self.received or bool(self._store.check(["stop"]))
 
 
+TELL_EVERY_S = 30.0
+"""How often work of unknown length says how far it is."""
+
+
 def say(line: str) -> None:
     """A line for the person who reads the run's log."""
     sys.stdout.write(line + "\n")
