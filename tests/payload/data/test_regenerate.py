@@ -101,6 +101,15 @@ def test_an_interrupted_run_goes_on_behind_its_last_whole_line(
     assert {line["key"] for line in lines(path)} == {json.loads(line)["key"] for line in whole.splitlines()}
 
 
+def test_a_prompt_is_answered_once_and_its_repetitions_are_counted(
+    target: Target, words: Any, tmp_path: Path
+) -> None:
+    asked = rows("one", "two", "one", "one")
+    counts = regenerate(asked, target, words, tmp_path / "answers.jsonl", SETTINGS)
+    assert (counts["answered"], counts["skipped: it repeats an earlier prompt"]) == (2, 2)
+    assert len(lines(tmp_path / "answers.jsonl")) == len(list(prompt_keys(asked))) == 2
+
+
 def test_rows_without_a_question_are_counted_and_none_at_all_is_an_error(
     target: Target, words: Any, tmp_path: Path
 ) -> None:

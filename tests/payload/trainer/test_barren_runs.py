@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,21 @@ def interval(norms: list[float], skipped: int = 0, weight: float = 1.0) -> Inter
     slots = (0.0, 1.0, 1.0, 1.0)
     totals = Totals(1.0, weight, skipped, len(norms), slots, slots, slots)
     return Interval(totals, 1.0, torch.tensor(norms), 0.0, 0.0)
+
+
+def test_slow_steps_are_an_alarm_in_the_log_and_in_the_metrics_but_for_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, log = report_in(tmp_path)
+    with log:
+        for step, seconds in ((1, 0.1), (11, 10.0), (21, 10.0), (31, 60.0)):
+            report.trained(step, replace(interval([1.0] * 10), seconds=seconds), tokens_seen=1)
+    told = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
+    assert len(told) == 1
+    assert told[0].startswith("ALARM: steps take 6.00 s, 6 x as long as this run's fastest")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["event"] == "speed"]
+    assert [(line["step"], line["step_s"], line["fastest_step_s"]) for line in found] == [(31, 6.0, 1.0)]
 
 
 def test_steps_that_were_missed_are_counted_and_no_reason_to_end(

@@ -111,6 +111,7 @@ def test_ranks_that_have_nothing_to_learn_from_do_not_hold_up_the_others(
     found, expected = ([line["loss"] for line in job.lines("train")] for job in (parallel, alone))
     assert [loss is None for loss in found] == [loss is None for loss in expected], "nothing counted"
     learned = [loss for loss in found if loss is not None]
+    assert parallel.lines("end")[0]["last_loss"] == learned[-1], "of the last that counted"
     assert learned
     assert learned == pytest.approx([loss for loss in expected if loss is not None], rel=1e-4)
     assert ("not finite" in parallel.output()) == bool(skipped)

@@ -17,7 +17,7 @@ from payload.data.batch import Batch, positions_of
 from payload.data.rows import Row
 from payload.drafter.config import DrafterConfig
 from payload.drafter.model import DFlashDrafter
-from payload.errors import PayloadError
+from payload.errors import PayloadError, ToldToStopError
 from payload.recipe import OptimSpec, Recipe, load_recipe
 from payload.trainer.checkpoint import (
     Progress,
@@ -29,7 +29,7 @@ from payload.trainer.checkpoint import (
 )
 from payload.trainer.metrics import Totals, drafter_step_flops
 from payload.trainer.optimizer import MasterAdamW
-from payload.trainer.preparation import until_stopped
+from payload.trainer.preparation import a_stop_is_no_failure, until_stopped
 from payload.trainer.program import DEMO_MASK_TOKEN, DrafterProgram, build_step, drafter_config_for
 from payload.trainer.ranks import Pace, StopSignal
 from payload.trainer.reporting import judge
@@ -135,10 +135,24 @@ def test_a_stop_is_noticed_between_the_rows_of_the_training_set() -> None:
         next(rows)
 
 
+def test_what_fails_once_the_job_is_told_to_stop_is_that_stop() -> None:
+    stop = StopSignal(dist.HashStore())
+    failure = PayloadError("A process was ended from outside.")
+    with pytest.raises(PayloadError) as raised, a_stop_is_no_failure(stop):
+        raise failure
+    assert raised.value is failure
+    stop._received.set()
+    with (
+        pytest.raises(ToldToStopError, match="while the data were being prepared"),
+        a_stop_is_no_failure(stop),
+    ):
+        raise failure
+
+
 def test_how_many_rows_were_read_is_told_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("payload.trainer.preparation._TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("payload.trainer.preparation.TELL_EVERY_S", 0.0)
     rows = [Row({}, f"row {number}") for number in range(3)]
     assert list(until_stopped(rows, StopSignal(dist.HashStore()))) == rows
     assert capsys.readouterr().out.splitlines() == [f"data: {number} rows so far" for number in range(3)]
@@ -393,6 +407,8 @@ def test_the_demo_fails_unless_loss_fell_and_acceptance_rose() -> None:
     assert judge(recipe, good)[0] == 0
     assert judge(recipe, replace(good, accepted=1.2))[0] == 1
     assert judge(recipe, replace(good, last_loss=7.0))[0] == 1
+    for never_measured in ({"last_loss": None}, {"accepted": 0.0, "accepted_before": 0.0}):
+        assert judge(recipe, replace(good, **never_measured))[0] == 1  # type: ignore[arg-type]
     assert (
         judge(load_recipe("tiny-cpu", {"train.assert_improves": False}), replace(good, accepted=1.2))[0] == 0
     )
