@@ -40,8 +40,8 @@ def _sftp_server(channel: SSHChannel[bytes]) -> asyncssh.SFTPServer:
 
 
 class SshdChannel(asyncssh.SSHServerChannel[bytes]):
-    """A channel with two habits of sshd that asyncssh's own lacks: commands may be any bytes, and an exit status
-    may come before the end of the output."""
+    """A channel with three habits of sshd that asyncssh's own lacks: commands may be any bytes, an exit status may come
+    before the end of the output, and no more is held of a stream than its window."""
 
     def __init__(self, connection: asyncssh.SSHServerConnection) -> None:
         super().__init__(
@@ -62,6 +62,14 @@ class SshdChannel(asyncssh.SSHServerChannel[bytes]):
         command = packet.get_string()
         packet.check_end()
         return self._start_session(command=command.decode("utf-8", "surrogateescape"))
+
+    def _deliver_data(self, data: bytes, datatype: asyncssh.DataType) -> None:
+        # asyncssh opens the whole window with the first packet of those that it held back, though the others are held
+        # still: a client that is faster than the command then fills the memory.
+        if self._recv_buf and self._session is not None:
+            self._session.data_received(data, datatype)
+        else:
+            super()._deliver_data(data, datatype)
 
     def report_end(self, returncode: int) -> None:
         """Tell the client how the command ended; the channel stays open for the rest of its output."""
