@@ -63,7 +63,7 @@ def test_a_resumed_run_replaces_what_tensorboard_showed_of_steps_that_are_done_a
         with MetricsLog(tmp_path, first_step) as log:
             for step in range(first_step, 7):
                 log.write("train", step, loss=loss, gradient_norm=float("nan"))
-        # TensorBoard reads files by name, which begins with the second they were opened in: a resumed run is a later one.
+        # TensorBoard reads files in the order of the second they were opened in: a resumed run is a later one.
         time.sleep(1.0 if first_step == 1 else 0.0)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
